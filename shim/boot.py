@@ -1,0 +1,84 @@
+"""Called once, just before mlx_lm runs: reads the settings and arranges for the guards. Never raises."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+from . import __version__, entry, fatal, guards, observe, patch, report, settings
+
+_bad_values: list[str] = []
+_unknown_names: list[str] = []
+_server = "mlx_lm.server"
+
+
+def start() -> None:
+    """Have every guard applied when its module of mlx_lm is imported. Silent: what there is to say waits for a server."""
+    settings.current, bad, unknown = settings.load()
+    _bad_values.extend(bad)
+    _unknown_names.extend(unknown)
+    if settings.current.debug:
+        report.enable_debug()
+    by_module: dict[str, list[str]] = {_server: []}
+    for name in guards.GUARDS:
+        by_module.setdefault(_guard(name).MODULE, []).append(name)
+    hooks = {module: _hook(names) for module, names in by_module.items()}
+    if patch.wrapt is not None:
+        for module, hook in hooks.items():
+            patch.wrapt.register_post_import_hook(hook, module)
+    sys.meta_path.insert(0, entry.ServerFinder(_server, None if patch.wrapt is not None else hooks[_server]))
+
+
+def _guard(name: str) -> Any:
+    return importlib.import_module(f"{guards.__name__}.{name}")
+
+
+def _hook(names: list[str]) -> Callable[[Any], None]:
+    """A post-import hook for these guards. An exception in it would make the import of mlx_lm's module fail."""
+
+    def hook(module: Any) -> None:
+        try:
+            if module.__name__ == _server:
+                observe.install(module, on_start=_server_starts)
+        except Exception as error:
+            report.line(f"cannot watch {module.__name__}: {error!r}")
+        for name in names:
+            report.states[name] = _apply(name, module)
+            report.debug(f"guard {name}: {report.states[name]}")
+
+    return hook
+
+
+def _apply(name: str, module: Any) -> report.State:
+    if not settings.current.guard_is_on(name):
+        return report.State("off", f"{settings.variable(name)} is off")
+    guard = _guard(name)
+    if patch.wrapt is None and guard.NEEDS_WRAPT:
+        return report.State("incompatible", patch.missing)
+    try:
+        guard.probe(module)
+        guard.apply(module)
+    except guards.Retired as reason:
+        return report.State("retired", str(reason))
+    except guards.Incompatible as reason:
+        return report.State("incompatible", str(reason))
+    except Exception as error:
+        return report.State("failed", report.one_line(repr(error)))
+    return report.State("active")
+
+
+def _server_starts() -> None:
+    """The start-up line, and MLX_SHIM_STRICT's refusal: before the model is loaded."""
+    for text in (*_bad_values, *_unknown_names):
+        report.line(text)
+    if patch.missing:
+        report.line(f"{patch.missing}: only the guards that do without it are active; install wrapt")
+    shown = ", ".join(f"{name} {state}" for name, state in report.states.items())
+    report.line(f"{__version__}, mlx-lm {version('mlx-lm')}, mlx {version('mlx')}; guards: {shown}")
+    if settings.current.strict:
+        broken = [name for name, state in report.states.items() if state.kind in ("incompatible", "failed")]
+        if broken or _bad_values:
+            fatal.end(fatal.EX_CONFIG, "MLX_SHIM_STRICT refuses to start: " + "; ".join([*broken, *_bad_values]))

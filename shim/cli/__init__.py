@@ -1,0 +1,26 @@
+"""`python -m shim`, and `mlx-lm-shim` where it is installed: one file a subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import NoReturn
+
+from .. import __version__
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run a subcommand and exit with its status; 2 for a command line that makes no sense."""
+    from . import doctor, path, run
+
+    parser = argparse.ArgumentParser(prog="python -m shim", description="Keeps mlx_lm.server alive and honest.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("run", help=run.HELP, add_help=False)
+    commands.add_parser("doctor", help=doctor.HELP)
+    commands.add_parser("path", help=path.HELP)
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["run"]:  # everything after it is mlx_lm.server's own, --help included
+        sys.exit(run.main(given[1:]))
+    command = parser.parse_args(given).command
+    sys.exit({"doctor": doctor.main, "path": path.main}[command]())

@@ -1,0 +1,39 @@
+"""The guards: one file a defect of the stock server, named after the defect. Adding one is a file and a line here.
+
+A guard's module has a docstring that says what goes wrong and how it is answered, and these names:
+
+    UPSTREAM    where the defect is known, such as "mlx-lm 1505"
+    MODULE      the module of mlx_lm whose import brings the guard in
+    NEEDS_WRAPT whether it must stay off where wrapt cannot be used
+    probe(m)    raises Retired where this version does not have the defect, Incompatible where it cannot be guarded
+    apply(m)    wraps names of that module
+
+Whether a guard is on is its switch, MLX_SHIM_<NAME>. Guards do not call one another: they share `engine`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+GUARDS = (
+    "generation_death",
+    "orphaned_process",
+)
+
+
+class Retired(Exception):
+    """Raised by a probe: the defect is not there (any more), and why one can tell."""
+
+
+class Incompatible(Exception):
+    """Raised by a probe: the names the guard needs are not as it knows them, and which."""
+
+
+def require(module: Any, *paths: str) -> None:
+    """Raise Incompatible unless every dotted path exists in `module`."""
+    for path in paths:
+        owner = module
+        for name in path.split("."):
+            if not hasattr(owner, name):
+                raise Incompatible(f"{module.__name__} has no {path}")
+            owner = getattr(owner, name)

@@ -1,0 +1,77 @@
+"""What the shim says: single lines on stderr, and the state of each guard. Nothing ever goes to stdout."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+PREFIX = "mlx-lm-shim: "
+# A write of at most this many bytes to a pipe that select() calls writable does not block (POSIX: PIPE_BUF is >= 512).
+_ATOMIC = 512
+
+Kind = Literal["active", "retired", "off", "incompatible", "failed"]
+
+
+@dataclass(frozen=True)
+class State:
+    """What became of a guard: the kind, and the reason in words where there is one."""
+
+    kind: Kind
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.reason})" if self.reason else self.kind
+
+
+states: dict[str, State] = {}
+_debug = False
+
+
+def enable_debug() -> None:
+    global _debug
+    _debug = True
+
+
+def one_line(text: object, limit: int = 300) -> str:
+    """`text` on one line of at most `limit` characters."""
+    flat = " ".join(str(text).split())
+    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+
+
+def line(text: str) -> None:
+    """Write one line to stderr. A stderr that is closed or broken is no reason to fail."""
+    _write(f"{PREFIX}{one_line(text, 2000)}\n".encode())
+
+
+def debug(text: str) -> None:
+    """As `line`, with MLX_SHIM_DEBUG=1 only."""
+    if _debug:
+        line(text)
+
+
+def line_at_once(text: str) -> None:
+    """As `line`, but give up rather than wait for a reader: for a process that is about to end."""
+    fd = stderr_fd()
+    if fd is not None and select.select([], [fd], [], 0)[1]:
+        _write((PREFIX + one_line(text)).encode()[: _ATOMIC - 1] + b"\n")
+
+
+def stderr_fd() -> int | None:
+    """The descriptor of the real stderr, or None: with stderr closed, number 2 may by now be a model file or a socket."""
+    try:
+        return None if sys.__stderr__ is None else sys.__stderr__.fileno()
+    except (OSError, ValueError):  # closed, or replaced by something without a descriptor
+        return None
+
+
+def _write(data: bytes) -> None:
+    fd = stderr_fd()
+    if fd is None:
+        return
+    try:
+        os.write(fd, data)  # past sys.stderr's buffer and lock: a thread that died holding it must not stop us
+    except OSError:
+        return  # nobody reads it any more, and there is nowhere else to say so

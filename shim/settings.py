@@ -1,0 +1,136 @@
+"""Every environment variable the shim reads, in one table: the fields of `Settings`, and a switch for each guard."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .guards import GUARDS
+
+PREFIX = "MLX_SHIM"
+KILL_SWITCH = PREFIX
+_OFF, _ON = ("0", "off", "false", "no"), ("1", "on", "true", "yes")
+_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_switch(text: str) -> bool:
+    """True or False from the usual words. Raises ValueError saying what is accepted."""
+    word = text.strip().lower()
+    if word in _OFF or word in _ON:
+        return word in _ON
+    raise ValueError("accepted: " + ", ".join((*_ON, *_OFF)))
+
+
+def parse_duration(text: str) -> float:
+    """Seconds from 90, 90s, 1.5m, 500ms or 2h. Raises ValueError saying what is accepted."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|)", text.strip().lower())
+    if match is None:
+        raise ValueError("accepted: a duration such as 90, 90s, 2m, 1h or 500ms")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def parse_choice(*choices: str) -> Callable[[str], str]:
+    """A parser that accepts just these words."""
+
+    def parse(text: str) -> str:
+        if text.strip().lower() in choices:
+            return text.strip().lower()
+        raise ValueError("accepted: " + ", ".join(choices))
+
+    return parse
+
+
+def _setting(default: str, kind: str, parse: Callable[[str], Any], meaning: str, guard: str = "") -> Any:
+    """A row of the table. `default` is written as a user would write it, and parsed by the same parser."""
+    row = {"default": default, "kind": kind, "parse": parse, "meaning": meaning, "guard": guard}
+    return field(default=parse(default), metadata=row)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings in force. A field `exit_grace` is the variable MLX_SHIM_EXIT_GRACE."""
+
+    strict: bool = _setting(
+        "0", "switch", parse_switch,
+        "a guard that is on but incompatible or failed, or a value that cannot be parsed, stops the server at start (78)",
+    )  # fmt: skip
+    debug: bool = _setting("0", "switch", parse_switch, "more lines on stderr")
+    on_death: str = _setting(
+        "exit", "exit", parse_choice("exit"),
+        "what to do when the generation thread dies. exit: os._exit(70)", "generation_death",
+    )  # fmt: skip
+    guards_off: frozenset[str] = frozenset()
+
+    def guard_is_on(self, name: str) -> bool:
+        """Whether the guard's own switch, MLX_SHIM_<NAME>, leaves it on. Every guard is on by default."""
+        return name not in self.guards_off
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variable as the documentation and `doctor` list it."""
+
+    variable: str
+    kind: str
+    default: str
+    meaning: str
+    guard: str
+
+
+def table() -> list[Row]:
+    """Every variable: the kill switch, the settings, then a switch for each guard."""
+    rows = [
+        Row(KILL_SWITCH, "switch", "1", "the kill switch: 0 leaves Python as if the folder were not on PYTHONPATH", "")
+    ]
+    for f in fields(Settings):
+        if f.metadata:
+            meta = f.metadata
+            rows.append(Row(variable(f.name), meta["kind"], meta["default"], meta["meaning"], meta["guard"]))
+    rows += [Row(variable(name), "switch", "1", f"0 turns the guard {name} off", name) for name in GUARDS]
+    return rows
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting or a guard."""
+    return f"{PREFIX}_{name.upper()}"
+
+
+def load(environ: Mapping[str, str] = os.environ) -> tuple[Settings, list[str], list[str]]:
+    """The settings in `environ`; a line for each value that cannot be parsed; a line for each name nobody knows."""
+    values: dict[str, Any] = {}
+    off: set[str] = set()
+    bad: list[str] = []
+
+    def read(name: str, parse: Callable[[str], Any], default: str) -> Any:
+        raw = environ.get(variable(name), "")
+        if not raw.strip():
+            return parse(default)
+        try:
+            return parse(raw)
+        except ValueError as error:
+            bad.append(f"{variable(name)}={raw!r} is not valid; {error}; using the default {default}")
+            return parse(default)
+
+    for f in fields(Settings):
+        if f.metadata:
+            values[f.name] = read(f.name, f.metadata["parse"], f.metadata["default"])
+    for guard in GUARDS:
+        if not read(guard, parse_switch, "1"):
+            off.add(guard)
+    raw = environ.get(KILL_SWITCH, "")
+    if raw.strip() and raw.strip().lower() not in (*_ON, *_OFF):
+        bad.append(f"{KILL_SWITCH}={raw!r} is not valid; accepted: {', '.join((*_ON, *_OFF))}; the shim stays on")
+    known = [row.variable for row in table()]
+    unknown = [
+        f"{name} is not a setting of the shim; the nearest known name is {difflib.get_close_matches(name, known, 1, 0)[0]}"
+        for name in sorted(environ)
+        if name.startswith(PREFIX + "_") and name not in known
+    ]
+    return Settings(**values, guards_off=frozenset(off)), bad, unknown
+
+
+current: Settings = Settings()

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from harness import LINES
+
+from shim.cli import tiny_model
+
+
+@pytest.fixture(params=LINES)
+def line(request):
+    """Each of the two lines of mlx-lm."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    return tiny_model.make(tmp_path_factory.mktemp("models") / "tiny")
+
+
+class FaultyModel:
+    """A model folder whose forward pass misbehaves after `fire()`."""
+
+    def __init__(self, folder: Path, **fault: object) -> None:
+        self.trigger = folder.with_suffix(".trigger")
+        self.path = tiny_model.make(folder, model_file="model.py", fault={"trigger": str(self.trigger), **fault})
+        shutil.copy(Path(__file__).with_name("faulty_model.py"), folder / "model.py")
+        self.args = ("--trust-remote-code",)
+
+    def fire(self) -> None:
+        self.trigger.touch()
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    """Make a FaultyModel: faulty(kind="RuntimeError")."""
+
+    def make(**fault: object) -> FaultyModel:
+        return FaultyModel(tmp_path / "faulty", **fault)
+
+    return make

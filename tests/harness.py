@@ -1,0 +1,230 @@
+"""Runs the stock server as users do: a real child process, real HTTP on loopback, one port each."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+VENVS = Path(os.environ.get("MLX_LM_SHIM_TEST_VENVS", REPO / ".venvs"))
+LINES = ("0.31.3", "0.32.2")  # the two lines of mlx-lm in use; tests/run.py makes an environment for each
+NEWEST = LINES[-1]
+
+# Generous: what a start or an answer may take on a busy two-core machine. A bound, not a measurement.
+START = 120.0
+ANSWER = 90.0
+
+
+class Inconclusive(Exception):
+    """A negative control did not show its fault: the test then proves nothing about the guard."""
+
+
+def python_of(line: str) -> str:
+    return str(VENVS / line / "bin" / "python")
+
+
+def clean_environ(**more: str | None) -> dict[str, str]:
+    """The environment without PYTHONPATH and MLX_SHIM*, offline, plus `more`; None removes a name."""
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith(("MLX_SHIM", "PYTEST_"))}
+    environ |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    for name, value in more.items():
+        environ.pop(name, None)
+        if value is not None:
+            environ[name] = value
+    return environ
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def wait_until(true: Any, timeout: float, step: float = 0.05) -> bool:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if true():
+            return True
+        time.sleep(step)
+    return bool(true())
+
+
+class Server:
+    """The stock server in a child process, under the shim unless `environ` says MLX_SHIM="0".
+
+    `entry` is what follows the line's interpreter, or a command of its own; the server's arguments are appended.
+    """
+
+    def __init__(
+        self, line: str, model: Path | str | None, log: Path, *, entry: tuple[str, ...] = ("-m", "mlx_lm", "server"),
+        args: tuple[str, ...] = (), environ: dict[str, str | None] | None = None, port: int | None = None,
+        prefix: tuple[str, ...] = (), stderr: Any = None, cwd: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.port = port or free_port()
+        self.log = log
+        self.line = line
+        program = (python_of(line), *entry) if entry[0].startswith("-") or entry[0].endswith(".py") else entry
+        command = [*prefix, *program, "--port", str(self.port), *args]
+        if model is not None:
+            command += ["--model", str(model)]
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                command, env=clean_environ(**({"PYTHONPATH": str(REPO)} | (environ or {}))), stdin=subprocess.DEVNULL,
+                stdout=out, stderr=out if stderr is None else stderr, cwd=cwd or log.parent, start_new_session=True,
+            )  # fmt: skip
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def shim_lines(self) -> list[str]:
+        return [x for x in self.text().splitlines() if x.startswith("mlx-lm-shim: ")]
+
+    def wait_exit(self, timeout: float = START) -> int:
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still alive after {timeout} s; its log:\n{self.text()[-4000:]}") from None
+
+    def ready(self) -> Server:
+        """Wait until the model answers."""
+        assert wait_until(self._answers, START), f"never answered; its log:\n{self.text()[-4000:]}"
+        return self
+
+    def _answers(self) -> bool:
+        if not self.alive:
+            raise AssertionError(f"exited with {self.process.returncode}; its log:\n{self.text()[-4000:]}")
+        try:
+            return self.post({"prompt": "x", "max_tokens": 1})[0] == 200
+        except OSError:
+            return False
+
+    def connect(self, timeout: float = ANSWER) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+
+    def post(self, body: Any, path: str = "/v1/completions", timeout: float = ANSWER) -> tuple[int, Any]:
+        """(status, parsed body or text). OSError or http.client.HTTPException where no whole answer came."""
+        connection = self.connect(timeout)
+        try:
+            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request("POST", path, raw, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read().decode(errors="replace")
+        finally:
+            connection.close()
+        try:
+            return answer.status, json.loads(text)
+        except ValueError:
+            return answer.status, text
+
+    def get(self, path: str, timeout: float = 10) -> tuple[int, Any]:
+        connection = self.connect(timeout)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            text = answer.read().decode(errors="replace")
+        finally:
+            connection.close()
+        try:
+            return answer.status, json.loads(text)
+        except ValueError:
+            return answer.status, text
+
+    def send_and_leave(self, body: Any, path: str = "/v1/completions") -> socket.socket:
+        """Send a request and return its socket without waiting for the answer."""
+        raw = json.dumps(body).encode()
+        s = socket.create_connection(("127.0.0.1", self.port), timeout=ANSWER)
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+        )
+        s.sendall(head.encode() + raw)
+        return s
+
+    def is_zombie(self, patience: float = 4.0) -> bool:
+        """Alive, and answering no completion: what the guards are against."""
+        time.sleep(1)
+        try:
+            status, _ = self.post({"prompt": "x", "max_tokens": 1}, timeout=patience)
+        except (OSError, http.client.HTTPException):
+            status = 0
+        return self.alive and status != 200
+
+
+def expect_zombie(server: Server) -> None:
+    """The negative control: raise Inconclusive unless the stock fault is there to be seen."""
+    if not server.is_zombie():
+        raise Inconclusive(f"no zombie: alive={server.alive}; its log:\n{server.text()[-3000:]}")
+
+
+class Stream:
+    """A streamed completion read in a thread of its own: its raw lines, and how it ended."""
+
+    def __init__(self, server: Server, body: dict[str, Any], path: str = "/v1/completions", timeout: float = ANSWER):
+        self.lines: list[str] = []
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.error: BaseException | None = None
+        self.first = threading.Event()
+        self._args = (server, {**body, "stream": True}, path, timeout)
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        server, body, path, timeout = self._args
+        connection = server.connect(timeout)
+        try:
+            connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            self.status, self.headers = answer.status, dict(answer.headers)
+            for raw in answer:
+                self.lines.append(raw.decode(errors="replace").rstrip("\n"))
+                if self.lines[-1].startswith("data:"):
+                    self.first.set()
+        except (OSError, http.client.HTTPException) as error:
+            self.error = error
+        finally:
+            connection.close()
+            self.first.set()
+
+    def join(self, timeout: float = ANSWER) -> Stream:
+        self.thread.join(timeout)
+        assert not self.thread.is_alive(), f"the stream still hangs after {timeout} s: {self.lines[-3:]}"
+        return self
+
+    @property
+    def events(self) -> Iterator[Any]:
+        for line in self.lines:
+            if line.startswith("data: ") and line != "data: [DONE]":
+                yield json.loads(line[6:])
+
+    @property
+    def done(self) -> bool:
+        return "data: [DONE]" in self.lines
+
+    @property
+    def text(self) -> str:
+        return "".join(e["choices"][0].get("text", "") for e in self.events if e.get("choices"))

@@ -1,0 +1,64 @@
+"""The generation thread dies: the process must end with 70, where stock leaves a zombie (the negative control)."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from harness import Server, expect_zombie
+
+KILLER_REQUESTS = {
+    "empty prompt": {"prompt": ""},
+    "top_k above the vocabulary": {"prompt": "x", "top_k": 10**6, "temperature": 0.5},
+    "stop word that is no string": {"prompt": "x", "stop": [1]},
+}
+EXCEPTIONS = ["RuntimeError", "SystemExit", "MemoryError", "KeyboardInterrupt", "OwnBaseException"]
+SWITCHES = [{"MLX_SHIM": "0"}, {"MLX_SHIM_GENERATION_DEATH": "0"}]
+
+
+def verdict(server: Server) -> str:
+    (line,) = [x for x in server.shim_lines() if "fatal:" in x]
+    return line
+
+
+@pytest.mark.parametrize("killer", KILLER_REQUESTS)
+def test_a_request_that_kills_the_thread_ends_the_process(line, tiny, tmp_path, killer):
+    body = KILLER_REQUESTS[killer]
+    with Server(line, tiny, tmp_path / "log") as server:
+        server.ready().send_and_leave(body)
+        killed = time.monotonic()
+        assert server.wait_exit() == 70
+        print(f"{line}, {killer}: {time.monotonic() - killed:.2f} s from the request to the exit")
+        assert "the generation thread died: " in verdict(server)
+        assert "1 in flight" in verdict(server)
+        assert "Traceback (most recent call last)" in server.text()
+
+
+@pytest.mark.parametrize("killer", KILLER_REQUESTS)
+@pytest.mark.parametrize("off", SWITCHES, ids=lambda x: next(iter(x)))
+def test_control_stock_stays_as_a_zombie(line, tiny, tmp_path, killer, off):
+    with Server(line, tiny, tmp_path / "log", environ=off) as server:
+        server.ready().send_and_leave(KILLER_REQUESTS[killer])
+        expect_zombie(server)
+
+
+@pytest.mark.parametrize("kind", EXCEPTIONS)
+def test_a_model_that_raises_ends_the_process(line, faulty, tmp_path, kind):
+    model = faulty(kind=kind)
+    with Server(line, model.path, tmp_path / "log", args=model.args) as server:
+        server.ready()
+        model.fire()
+        server.send_and_leave({"prompt": "x"})
+        killed = time.monotonic()
+        assert server.wait_exit() == 70
+        print(f"{line}, {kind}: {time.monotonic() - killed:.2f} s from the fault to the exit")
+        assert f"{kind}: the model's forward failed" in verdict(server)
+        assert "in misbehave" in server.text(), "the traceback names the frame"
+
+    for off in SWITCHES:
+        model.trigger.unlink()
+        with Server(line, model.path, tmp_path / "control", args=model.args, environ=off) as server:
+            server.ready()
+            model.fire()
+            server.send_and_leave({"prompt": "x"})
+            expect_zombie(server)

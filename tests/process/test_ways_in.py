@@ -1,0 +1,232 @@
+"""However the server is started it is guarded; other programs of mlx_lm stay silent; wrapt may be missing or wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from harness import NEWEST, REPO, VENVS, Server, clean_environ, expect_zombie, python_of
+
+KILLER = {"prompt": ""}
+
+
+def console_script(line):
+    return str(VENVS / line / "bin" / "mlx_lm.server")
+
+
+WAYS = {
+    "python -m mlx_lm.server": lambda line: ("-m", "mlx_lm.server"),
+    "python -m mlx_lm server": lambda line: ("-m", "mlx_lm", "server"),
+    "console script": lambda line: (console_script(line),),
+    "a program": lambda line: ("-c", "from mlx_lm.server import main; main()"),
+    "runpy from a program": lambda line: ("-c", "import runpy; runpy.run_module('mlx_lm.server', run_name='__main__')"),
+    "python -m shim run": lambda line: ("-m", "shim", "run"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_in_is_guarded(line, tiny, tmp_path, way):
+    with Server(line, tiny, tmp_path / "log", entry=WAYS[way](line)) as server:
+        server.ready()
+        assert sum("guards: " in x for x in server.shim_lines()) == 1
+        assert server.text().count("is deprecated") == (way in ("python -m mlx_lm.server", "runpy from a program"))
+        server.send_and_leave(KILLER)
+        assert server.wait_exit(30) == 70
+
+
+def test_control_for_the_ways_in(line, tiny, tmp_path):
+    with Server(line, tiny, tmp_path / "log", entry=("-m", "mlx_lm.server"), environ={"PYTHONPATH": None}) as server:
+        server.ready().send_and_leave(KILLER)
+        expect_zombie(server)
+
+
+def test_a_worker_spawned_by_the_server_does_not_start_another(line, tmp_path):
+    """multiprocessing re-imports the main module by name, and our loader is asked for it."""
+    program = tmp_path / "sitecustomize.py"
+    program.write_text(
+        textwrap.dedent("""
+        import sys, threading
+        def spawn():
+            import multiprocessing, os
+            worker = multiprocessing.get_context("spawn").Process(target=os.getpid)
+            worker.start(); worker.join(); print("WORKER", worker.exitcode, flush=True); os._exit(5)
+        if "-m" in sys.argv: threading.Timer(4, spawn).start()
+    """)
+    )
+    environ = {"PYTHONPATH": f"{REPO}{os.pathsep}{tmp_path}"}
+    with Server(line, None, tmp_path / "log", entry=("-m", "mlx_lm.server"), environ=environ) as server:
+        assert server.wait_exit() == 5
+        assert "WORKER 0" in server.text(), server.text()
+        assert sum("guards: " in x for x in server.shim_lines()) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import mlx_lm", "import mlx_lm.generate, mlx_lm.lora", "import mlx_lm.server", "import mlx_lm.models.cache"],
+)
+def test_other_uses_of_mlx_lm_are_silent(line, code):
+    child = subprocess.run(
+        [python_of(line), "-c", code], capture_output=True, check=True, env=clean_environ(PYTHONPATH=str(REPO))
+    )
+    assert (child.stdout, child.stderr) == (b"", b"")
+
+
+def test_looking_mlx_lm_up_loads_nothing(line):
+    code = "import importlib.util, sys; importlib.util.find_spec('mlx_lm'); print([m for m in sys.modules if m in ('shim', 'wrapt')])"
+    child = subprocess.run(
+        [python_of(line), "-c", code],
+        capture_output=True,
+        check=True,
+        text=True,
+        env=clean_environ(PYTHONPATH=str(REPO)),
+    )
+    assert child.stdout.strip() == "[]"
+
+
+def test_the_import_machinery_is_left_as_it_was(line):
+    """The finder is gone, the loaders are stock's."""
+    code = textwrap.dedent("""
+        import sys, mlx_lm.server as server
+        assert "MlxLmShimFinder" not in [type(f).__name__ for f in sys.meta_path]
+        for module in (sys.modules["mlx_lm"], server):
+            assert type(module.__loader__).__name__ == "SourceFileLoader", module.__loader__
+            assert type(module.__spec__.loader).__name__ == "SourceFileLoader"
+            assert "exec_module" not in vars(module.__loader__)
+    """)
+    subprocess.run([python_of(line), "-c", code], check=True, env=clean_environ(PYTHONPATH=str(REPO)))
+
+
+def test_a_program_with_a_module_shim_of_its_own(line, tiny, tmp_path):
+    (tmp_path / "shim.py").write_text("MINE = True\n")
+    program = tmp_path / "program.py"
+    program.write_text("from mlx_lm.server import main\nimport shim\nassert shim.MINE\nmain()\n")
+    with Server(line, tiny, tmp_path / "log", entry=(str(program),)) as server:
+        server.ready().send_and_leave(KILLER)
+        assert server.wait_exit(30) == 70
+
+
+def wrapt_release(version, tmp_path):
+    target = VENVS / f"wrapt-{version}"
+    assert target.is_dir(), f"tests/run.py puts wrapt {version} into {target}"
+    return str(target)
+
+
+def no_wrapt(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['wrapt'] = None\n")
+    return str(tmp_path)
+
+
+def stub_wrapt(text):
+    def make(tmp_path):
+        (tmp_path / "wrapt.py").write_text(text)
+        return str(tmp_path)
+
+    return make
+
+
+WRAPTS = {
+    "missing": (no_wrapt, "wrapt cannot be imported"),
+    "1.15.0": (lambda p: wrapt_release("1.15.0", p), "wrapt 1.15.0 cannot be used (wanted: 1.16 or newer, not 2.2.0)"),
+    "2.2.0": (lambda p: wrapt_release("2.2.0", p), "wrapt 2.2.0 cannot be used"),
+    "an empty stub": (stub_wrapt(""), "is not the package wrapt"),
+    "a stub that raises": (stub_wrapt("1 / 0\n"), "wrapt cannot be imported (ZeroDivisionError"),
+    "a stub that exits": (stub_wrapt("raise SystemExit(4)\n"), "wrapt cannot be imported (SystemExit"),
+}
+
+
+@pytest.mark.parametrize("case", WRAPTS)
+@pytest.mark.parametrize("entry", [("-m", "mlx_lm.server"), ("-m", "mlx_lm", "server")], ids=["module", "cli"])
+def test_without_a_usable_wrapt_deaths_are_still_guarded(line, tiny, tmp_path, case, entry):
+    make, complaint = WRAPTS[case]
+    environ = {"PYTHONPATH": f"{REPO}{os.pathsep}{make(tmp_path)}"}
+    with Server(line, tiny, tmp_path / "log", environ=environ, entry=entry) as server:
+        server.ready()
+        (said,) = [x for x in server.shim_lines() if complaint in x]
+        assert "install wrapt" in said
+        server.send_and_leave(KILLER)
+        assert server.wait_exit(30) == 70
+
+
+@pytest.mark.parametrize("version", ["1.16.0", "1.17.3"])
+def test_the_oldest_wrapts_that_are_accepted_work(tiny, tmp_path, version):
+    environ = {"PYTHONPATH": f"{REPO}{os.pathsep}{wrapt_release(version, tmp_path)}"}
+    with Server(NEWEST, tiny, tmp_path / "log", environ=environ) as server:
+        server.ready().send_and_leave(KILLER)
+        assert server.wait_exit(30) == 70
+        assert not any("cannot be used" in x for x in server.shim_lines())
+
+
+@pytest.mark.parametrize(
+    ("break_it", "says"),
+    [("raise SystemExit(3)\n", "SystemExit(3)"), ("1 / 0\n", "ZeroDivisionError"), ("def start(:\n", "SyntaxError")],
+)
+def test_a_bug_of_ours_never_stops_the_server(tiny, tmp_path, break_it, says):
+    copy = tmp_path / "copy"
+    shutil.copytree(REPO / "shim", copy / "shim")
+    shutil.copy(REPO / "sitecustomize.py", copy)
+    (copy / "shim" / "boot.py").write_text(break_it)
+    with Server(NEWEST, tiny, tmp_path / "log", environ={"PYTHONPATH": str(copy)}) as server:
+        server.ready()
+        (said,) = server.shim_lines()
+        assert said.startswith("mlx-lm-shim: not active: ")
+        assert says in said
+
+
+def test_strict_refuses_a_guard_that_does_not_fit(tiny, tmp_path):
+    """A mlx_lm without the names a guard needs: incompatible, and the server runs; with STRICT, 78."""
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent("""
+        import sys
+        class Drift:  # deletes a name from mlx_lm.server as it is imported, as a future release may
+            def find_spec(self, name, path=None, target=None):
+                if name != "mlx_lm.server": return None
+                from importlib.machinery import PathFinder
+                spec = PathFinder.find_spec(name, path)
+                run = spec.loader.exec_module
+                def exec_module(module):
+                    run(module)
+                    module.ResponseGenerator.halt = module.ResponseGenerator.stop_and_join
+                    del module.ResponseGenerator.stop_and_join
+                spec.loader.exec_module = exec_module
+                return spec
+        sys.meta_path.insert(0, Drift())
+    """)
+    )
+    environ = {"PYTHONPATH": f"{REPO}{os.pathsep}{tmp_path}"}
+    with Server(NEWEST, tiny, tmp_path / "log", environ=environ) as server:
+        server.ready()
+        reason = "generation_death incompatible (mlx_lm.server has no ResponseGenerator.stop_and_join)"
+        assert any(reason in x for x in server.shim_lines())
+    with Server(NEWEST, tiny, tmp_path / "strict", environ=environ | {"MLX_SHIM_STRICT": "1"}) as server:
+        assert server.wait_exit() == 78
+        assert "MLX_SHIM_STRICT refuses to start: generation_death" in server.text()
+
+
+def test_bad_values_and_unknown_names(tiny, tmp_path):
+    environ = {"MLX_SHIM_ON_DEATH": "recover", "MLX_SHIM_GENERATON_DEATH": "0"}
+    with Server(NEWEST, tiny, tmp_path / "log", environ=environ) as server:
+        server.ready()
+        bad = "MLX_SHIM_ON_DEATH='recover' is not valid; accepted: exit; using the default exit"
+        unknown = (
+            "MLX_SHIM_GENERATON_DEATH is not a setting of the shim; the nearest known name is MLX_SHIM_GENERATION_DEATH"
+        )
+        assert f"mlx-lm-shim: {bad}" in server.shim_lines()
+        assert f"mlx-lm-shim: {unknown}" in server.shim_lines()
+    with Server(NEWEST, tiny, tmp_path / "strict", environ=environ | {"MLX_SHIM_STRICT": "1"}) as server:
+        assert server.wait_exit() == 78
+        assert "up " in server.text()
+        assert "MLX_SHIM_STRICT refuses to start: MLX_SHIM_ON_DEATH='recover'" in server.text()
+
+
+def test_importable_names_of_the_folder():
+    """All that a PYTHONPATH entry exposes to every program that inherits it."""
+    names = {p.stem for p in Path(REPO).iterdir() if p.suffix == ".py"}
+    names |= {p.name for p in Path(REPO).iterdir() if (p / "__init__.py").exists()}
+    assert names == {"sitecustomize", "shim"}
+    assert not list((REPO / "tests").rglob("__init__.py")), "tests/ must not be importable as a package"
+    assert sys.version_info >= (3, 11)

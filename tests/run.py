@@ -1,0 +1,79 @@
+"""Makes what the tests need, once, and runs them: python3 tests/run.py [arguments of pytest].
+
+One virtual environment for each line of mlx-lm, in .venvs/, remade when what goes into it changes. The newest one
+also holds the test tools and runs them. Nothing here needs more than Python 3.11 and a package index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+VENVS = REPO / ".venvs"
+# mlx-lm and the mlx it is known to run with.
+LINES = {"0.31.3": "0.32.0", "0.32.2": "0.32.4"}
+NEWEST = "0.32.2"
+# Releases of wrapt the shim must refuse (1.15.0, 2.2.0), and old ones it must work with.
+WRAPTS = ("1.15.0", "1.16.0", "1.17.3", "2.2.0")
+
+
+def requirements(line: str) -> list[str]:
+    mlx = "mlx" if sys.platform == "darwin" else "mlx[cpu]"
+    wanted = [f"mlx-lm=={line}", f"{mlx}=={LINES[line]}", "wrapt>=1.16,!=2.2.0"]
+    if line == NEWEST:
+        project = tomllib.loads((REPO / "pyproject.toml").read_text())
+        wanted += project["project"]["optional-dependencies"]["test"]
+    return wanted
+
+
+def make(folder: Path, wanted: list[str], build: list[list[str]]) -> None:
+    """Run `build` unless it has been run for just this, by just this Python. A failure leaves nothing half made."""
+    stamp = hashlib.sha256(repr((sys.version, wanted)).encode()).hexdigest()
+    if (folder / "stamp").is_file() and (folder / "stamp").read_text() == stamp:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    print(f"making {folder.relative_to(REPO)}: {' '.join(wanted)}", flush=True)
+    for command in build:
+        subprocess.run(command, check=True)
+    (folder / "stamp").write_text(stamp)
+
+
+def prepare() -> Path:
+    """Every environment; returns the Python that runs the tests."""
+    for line in LINES:
+        folder = VENVS / line
+        python = str(folder / "bin" / "python")
+        wanted = requirements(line)
+        make(
+            folder,
+            wanted,
+            [[sys.executable, "-m", "venv", str(folder)], [python, "-m", "pip", "install", "-q", *wanted]],
+        )
+    python = VENVS / NEWEST / "bin" / "python"
+    for version in WRAPTS:
+        folder = VENVS / f"wrapt-{version}"
+        pip = [str(python), "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), f"wrapt=={version}"]
+        make(folder, [f"wrapt=={version}"], [pip])
+    return python
+
+
+def main() -> int:
+    python = str(prepare())
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("MLX_SHIM")}
+    for check in (["ruff", "check", "."], ["ruff", "format", "--check", "-q", "."], ["mypy"]):
+        if sys.argv[1:]:
+            break  # somebody wants certain tests
+        print("$", *check, flush=True)
+        subprocess.run([python, "-m", *check], cwd=REPO, env=environ, check=True)
+    arguments = sys.argv[1:] or ["-n", "3", "--durations=15"]
+    return subprocess.run([python, "-m", "pytest", *arguments], cwd=REPO, env=environ, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+
+from shim import settings
+from shim.guards import GUARDS
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("500ms", 0.5), (" 1S ", 1), ("0", 0)]
+)
+def test_durations(text, seconds):
+    assert settings.parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1", "1d", "1 2", "nan", "inf", "1e3", "s"])
+def test_bad_durations(text):
+    with pytest.raises(ValueError, match="accepted: a duration such as 90"):
+        settings.parse_duration(text)
+
+
+@pytest.mark.parametrize(("text", "value"), [("0", False), ("OFF", False), ("no", False), ("1", True), (" yes ", True)])
+def test_switches(text, value):
+    assert settings.parse_switch(text) is value
+
+
+def test_defaults_are_what_the_table_says():
+    loaded, bad, unknown = settings.load({})
+    assert loaded == settings.Settings()
+    assert bad == unknown == []
+
+
+def test_an_empty_value_is_the_default():
+    assert settings.load({"MLX_SHIM_STRICT": " ", "MLX_SHIM_GENERATION_DEATH": ""}) == settings.load({})
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_every_guard_has_its_switch(guard):
+    loaded, bad, unknown = settings.load({f"MLX_SHIM_{guard.upper()}": "0"})
+    assert not loaded.guard_is_on(guard)
+    assert all(loaded.guard_is_on(other) for other in GUARDS if other != guard)
+    assert bad == unknown == []
+
+
+def test_a_bad_value_says_what_was_given_and_what_is_accepted():
+    loaded, bad, _ = settings.load({"MLX_SHIM_STRICT": "maybe"})
+    assert bad == [
+        "MLX_SHIM_STRICT='maybe' is not valid; accepted: 1, on, true, yes, 0, off, false, no; using the default 0"
+    ]
+    assert not loaded.strict
+
+
+def test_a_bad_kill_switch_is_said():
+    _, bad, _ = settings.load({"MLX_SHIM": "never"})
+    assert bad[0].startswith("MLX_SHIM='never' is not valid; ")
+
+
+def test_an_unknown_name_is_reported_with_the_nearest():
+    _, _, unknown = settings.load({"MLX_SHIM_STRICKT": "1"})
+    assert unknown == ["MLX_SHIM_STRICKT is not a setting of the shim; the nearest known name is MLX_SHIM_STRICT"]
+
+
+def test_the_settings_are_frozen():
+    with pytest.raises(AttributeError):
+        settings.Settings().strict = True  # type: ignore[misc]
