@@ -10,51 +10,51 @@ import sys
 
 class MlxLmShimFinder(object):
     def find_spec(self, name, path=None, target=None):
-        if name != "mlx_lm":
-            return None
-        finders = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
+        finders = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")] if name == "mlx_lm" else []
         spec = next((s for s in (f.find_spec(name, path, target) for f in finders) if s), None)
-        loader = spec and spec.loader
-
-        def exec_module(module):
-            del loader.exec_module  # the loader is its own self again before anybody looks at it
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-                try:
-                    start()
-                except BaseException as error:
-                    sys.stderr and sys.stderr.write("mlx-lm-shim: not active: %r\n" % error)
-            loader.exec_module(module)
-
-        if hasattr(loader, "exec_module"):
-            loader.exec_module = exec_module
+        if spec and hasattr(spec.loader, "exec_module"):
+            spec.loader = MlxLmShimLoader(self, spec.loader)
         return spec
 
 
-def start():
-    from importlib import import_module, util
+class MlxLmShimLoader(object):
+    def __init__(self, finder, stock):
+        self.finder, self.stock = finder, stock
+    def __getattr__(self, name):
+        return getattr(self.stock, name)
+    def exec_module(self, module):
+        module.__loader__ = module.__spec__.loader = self.stock
+        if self.finder in sys.meta_path:
+            sys.meta_path.remove(self.finder)
+            try:
+                start()
+            except (Exception, SystemExit) as error:
+                sys.stderr and sys.stderr.write("mlx-lm-shim: not active: %r\n" % error)
+        self.stock.exec_module(module)
 
+
+def start():
+    from importlib import import_module, machinery, util
     here = os.path.dirname(os.path.realpath(__file__))
     inits = [os.path.join(folder, "__init__.py") for folder in (os.path.join(here, "shim"), os.path.dirname(here))]
     init = next(path for path in inits if os.path.isfile(path))  # beside us, or around us where a wheel put us
-    found, name = util.find_spec("shim"), "shim"
-    if not found or os.path.realpath(found.origin or "") != init:
+    name, known = "shim", sys.modules.get("shim") or machinery.PathFinder.find_spec("shim")
+    if os.path.realpath(getattr(known, "__file__", None) or getattr(known, "origin", None) or "") != init:
         name = "_mlx_lm_shim"  # a program may have a module "shim" of its own: it keeps the name
         sys.modules[name] = module = util.module_from_spec(util.spec_from_file_location(name, init))
         module.__loader__.exec_module(module)
     import_module(name + ".boot").start()
 
-
-if sys.version_info >= (3, 11) and os.environ.get("MLX_SHIM", "").strip().lower() not in ("0", "off", "false", "no"):
-    if "MlxLmShimFinder" not in [type(finder).__name__ for finder in sys.meta_path]:
-        sys.meta_path.insert(0, MlxLmShimFinder())
-# What the sitecustomize we shadow raises, or that there is none, reaches Python as it would without us.
-here = os.stat(os.path.dirname(__file__) or ".")[1:3]  # inode and device: the same folder by a link is no other one
-ours = [(i, p) for i, p in enumerate(sys.path) if os.path.exists(p) and os.stat(p)[1:3] == here]
-sys.path[:] = others = [p for p in sys.path if p not in dict(ours).values()]
-this = sys.modules.pop("sitecustomize", None)  # held: Python 2 empties a module that nobody holds
-try:
-    import sitecustomize  # noqa: F401
-finally:
-    for i, p in ours:
-        sys.path.insert(i + (sys.path.index(others[0]) if others and others[0] in sys.path else 0), p)
+OFF = os.environ.get("MLX_SHIM", "").strip().lower() in ("0", "off", "false", "no")
+if sys.version_info >= (3, 11) and not OFF and "MlxLmShimFinder" not in [type(f).__name__ for f in sys.meta_path]:
+    sys.meta_path.insert(0, MlxLmShimFinder())
+if vars(sys.modules.get(__name__, os)) is globals():  # else somebody ran this file by hand, and sees to the rest himself
+    here = os.stat(os.path.dirname(__file__) or ".")[1:3]  # inode and device: the folder by a link is the same folder
+    ours = [(i, p) for i, p in enumerate(sys.path) if os.path.exists(str(p)) and os.stat(p)[1:3] == here]
+    sys.path[:] = others = [p for p in sys.path if p not in dict(ours).values()]
+    this = sys.modules.pop(__name__)  # held: Python 2 empties a module that nobody holds
+    try:
+        import sitecustomize  # noqa: F401  # what it raises, or that there is none, reaches Python as without us
+    finally:
+        for i, p in [] if OFF else ours:
+            sys.path.insert(i + (sys.path.index(others[0]) if others and others[0] in sys.path else 0), p)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 from . import __version__, entry, fatal, guards, observe, patch, report, settings
 
 _bad_values: list[str] = []
 _unknown_names: list[str] = []
+_blind: list[str] = []
+_announced = False
 _server = "mlx_lm.server"
 
 
@@ -40,14 +41,13 @@ def _hook(names: list[str]) -> Callable[[Any], None]:
     """A post-import hook for these guards. An exception in it would make the import of mlx_lm's module fail."""
 
     def hook(module: Any) -> None:
-        try:
-            if module.__name__ == _server:
-                observe.install(module, on_start=_server_starts)
-        except Exception as error:
-            report.line(f"cannot watch {module.__name__}: {error!r}")
         for name in names:
             report.states[name] = _apply(name, module)
-            report.debug(f"guard {name}: {report.states[name]}")
+        try:
+            if module.__name__ == _server:  # last, so that what observes is outermost
+                observe.install(module, on_start=_server_starts)
+        except Exception as error:  # to be said when a server starts
+            _blind.append(f"{module.__name__} cannot be watched: {error!r}")
 
     return hook
 
@@ -56,7 +56,7 @@ def _apply(name: str, module: Any) -> report.State:
     if not settings.current.guard_is_on(name):
         return report.State("off", f"{settings.variable(name)} is off")
     guard = _guard(name)
-    if patch.wrapt is None and guard.NEEDS_WRAPT:
+    if patch.wrapt is None and _server != guard.MODULE:
         return report.State("incompatible", patch.missing)
     try:
         guard.probe(module)
@@ -71,14 +71,21 @@ def _apply(name: str, module: Any) -> report.State:
 
 
 def _server_starts() -> None:
-    """The start-up line, and MLX_SHIM_STRICT's refusal: before the model is loaded."""
-    for text in (*_bad_values, *_unknown_names):
+    """The start-up line, once, and MLX_SHIM_STRICT's refusal: before the model is loaded."""
+    global _announced
+    if _announced:
+        return
+    _announced = True
+    for text in (*_bad_values, *_unknown_names, *_blind):
         report.line(text)
     if patch.missing:
-        report.line(f"{patch.missing}: only the guards that do without it are active; install wrapt")
+        report.line(f"{patch.missing}: guards outside the server are off; install wrapt")
     shown = ", ".join(f"{name} {state}" for name, state in report.states.items())
-    report.line(f"{__version__}, mlx-lm {version('mlx-lm')}, mlx {version('mlx')}; guards: {shown}")
+    versions = f"mlx-lm {report.version_of('mlx-lm')}, mlx {report.version_of('mlx')}"
+    report.line(f"{__version__}, {versions}; guards: {shown}")
     if settings.current.strict:
         broken = [name for name, state in report.states.items() if state.kind in ("incompatible", "failed")]
-        if broken or _bad_values:
-            fatal.end(fatal.EX_CONFIG, "MLX_SHIM_STRICT refuses to start: " + "; ".join([*broken, *_bad_values]))
+        reasons = [*broken, *_blind, *_bad_values]
+        if reasons:
+            fatal.prepare()
+            fatal.end(fatal.EX_CONFIG, "MLX_SHIM_STRICT refuses to start: " + "; ".join(reasons))

@@ -2,32 +2,90 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import weakref
+from typing import Any, Literal
 
-_own = threading.get_ident
+from .errors import ShimError
+
+Phase = Literal["queued", "prefill", "decode", "finished"]
+QUEUED: Phase = "queued"  # not yet taken up by the generation thread
+PREFILL: Phase = "prefill"  # its prompt is in the engine, or waits there for its turn
+DECODE: Phase = "decode"  # its prompt is complete: every step of the engine owes it a token
+FINISHED: Phase = "finished"  # nothing more will be put on its queue
+
+
+class Entry:
+    """One request in the ledger, from `ResponseGenerator.generate` until its handler is done.
+
+    The generation thread notes deliveries, the handler's thread stops it, the watchdog reads. Every write is a single
+    assignment, so nobody needs a lock.
+    """
+
+    __slots__ = (
+        "context", "handler", "id", "last", "mark", "opened", "phase", "processed", "progressed", "queue", "request",
+        "stopped", "tokens", "total", "uid",
+    )  # fmt: skip
+
+    def __init__(self, number: int, request: Any, handler: Any, clock: float) -> None:
+        self.id = number
+        self.request = request  # for its identity only: nothing of its text goes into a log or a report
+        self.handler = handler
+        self.opened = time.monotonic()
+        self.phase: Phase = QUEUED
+        self.last = clock  # when something useful was last delivered, by the engine's clock
+        self.mark = 0  # the engine's count of deliveries right after that
+        self.processed = 0  # prompt tokens
+        self.total = 0
+        self.progressed = False  # whether its prompt has been seen to advance
+        self.tokens = 0
+        self.context: Any = None  # the stock GenerationContext, once there is one
+        self.queue: Any = None
+        self.uid: int | None = None  # its number in the BatchGenerator
+        self.stopped = False
+
+    def describe(self, clock: float) -> dict[str, Any]:
+        """Numbers for a report; no prompt, no completion."""
+        return {
+            "id": self.id, "phase": self.phase, "age_s": round(time.monotonic() - self.opened, 3),
+            "since_delivery_s": round(clock - self.last, 3), "prompt_processed": self.processed,
+            "prompt_total": self.total, "tokens": self.tokens, "stopped": self.stopped,
+        }  # fmt: skip
 
 
 class Engine:
-    """One server's facts: its generation thread, whether the model came up, and the requests its handlers serve.
-
-    Every write is one assignment or one dict operation, atomic under the GIL, so no reader needs a lock.
-    """
+    """One server's facts: its generation thread, its phase, the ledger of requests and what was delivered to them."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.generator: Any = None
-        self.model_is_up = False
-        self.main_error: BaseException | None = None
-        self._serving: dict[int, float] = {}
+        self.generators: weakref.WeakSet[Any] = weakref.WeakSet()  # every ResponseGenerator: a program may make more
+        self.booting = False  # the default model, that of --model, is being loaded
+        self.loading = 0  # > 0 while a model is being loaded, at boot or for a request
+        self.single = False  # the generation thread serves one request alone, in the loop itself
+        self.inserting: Entry | None = None  # whose sequence goes into the batch next
+        self.running = 0  # calls of the server's `run` under way
+        self.runner: threading.Thread = threading.main_thread()  # who called it last
+        self.run_error: BaseException | None = None  # what ended it
+        self.ending: ShimError | None = None  # what waiting clients are told, once the process is about to end
+        self.stalled: str | None = None  # the verdict, while MLX_SHIM_ON_STALL=dump lets a stall be
+        # Seconds of the engine's own clock: the watchdog advances it, and lets it rest while a model loads, while the
+        # server stops, and while the process itself did not run (suspended, or asleep with the machine).
+        self.clock = 0.0
+        self.deliveries = 0
+        self.delivered = 0.0  # when, by the clock
+        self.counters = {"requests": 0, "finished": 0, "failed": 0, "abandoned": 0, "timed_out": 0}
+        self.entries: dict[int, Entry] = {}
+        self.serving: dict[int, float] = {}
+        self.local = threading.local()  # .handler: whom this thread serves; .entry: the request it is opening
+        self._numbers = itertools.count(1)
 
     def attach(self, generator: Any) -> None:
-        """Note the ResponseGenerator that serves. A process has one."""
+        """Note a ResponseGenerator; the latest is the one that serves."""
         self.generator = generator
+        self.generators.add(generator)
 
     @property
     def uptime(self) -> float:
@@ -44,6 +102,17 @@ class Engine:
         return getattr(self.generator, "_generation_thread", None)
 
     @property
+    def generation_is_over(self) -> bool:
+        """Whether nothing will be generated any more, though the process lives."""
+        thread = self.generation_thread
+        gone = thread is not None and thread.ident is not None and not thread.is_alive()
+        return gone or bool(getattr(self.generator, "_generation_failed", False))
+
+    @property
+    def distributed(self) -> bool:
+        return bool(getattr(self.generator, "_is_distributed", False))
+
+    @property
     def model_name(self) -> str:
         """What --model named, or "none"."""
         provider = getattr(self.generator, "model_provider", None)
@@ -52,27 +121,49 @@ class Engine:
     @property
     def in_flight(self) -> int:
         """Requests whose handler has not finished answering."""
-        return len(self._serving)
+        return len(self.serving)
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        """Around a handler's work on one request."""
-        me = _own()
-        self._serving[me] = time.monotonic()
-        try:
-            yield
-        finally:
-            self._serving.pop(me, None)
+    def open(self, request: Any, handler: Any) -> Entry:
+        """A new entry of the ledger."""
+        entry = Entry(next(self._numbers), request, handler, self.clock)
+        entry.mark = self.deliveries
+        self.counters["requests"] += 1
+        self.entries[entry.id] = entry
+        return entry
+
+    def close(self, entry: Entry) -> None:
+        """The handler is done with it: whatever is still generated for it is for nobody."""
+        self.stop(entry)
+        self.entries.pop(entry.id, None)
+
+    def stop(self, entry: Entry) -> None:
+        """Have its generation stopped, wherever it is; others go on."""
+        entry.stopped = True
+        if entry.context is not None:
+            entry.context.stop()
+        elif entry.phase == QUEUED:
+            self._withdraw(entry)
+
+    def _withdraw(self, entry: Entry) -> None:
+        """Take a request that nobody waits for out of the server's queue."""
+        requests = getattr(self.generator, "requests", None)
+        if requests is not None:
+            with requests.mutex:
+                for index, item in enumerate(requests.queue):
+                    if item[0] is entry.queue:
+                        del requests.queue[index]
+                        break
+
+    def entry_of(self, request: Any) -> Entry | None:
+        """The entry of a stock CompletionRequest, by identity."""
+        return next((e for e in list(self.entries.values()) if e.request is request), None)
+
+    def fail_waiting(self, error: ShimError) -> None:
+        """Wake every waiting handler with `error`."""
+        self.ending = error
+        for entry in list(self.entries.values()):
+            if entry.queue is not None:
+                entry.queue.fail(error)
 
 
 engine = Engine()
-
-
-def is_generation_frame(code: Any) -> bool:
-    """Whether `code` is the generation loop of mlx_lm/server.py, and no namesake in somebody else's server.py."""
-    server = sys.modules.get("mlx_lm.server")
-    return (
-        server is not None
-        and code.co_name in ("_generate", "_run_generate")
-        and code.co_filename == getattr(server, "__file__", None)
-    )

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from . import report
+from . import crash_report, errors, report, settings
 from .engine import engine
 
 STOPPED = 0  # asked to stop, and did
-EX_SOFTWARE = 70  # the generation thread died after it had come up
+EX_SOFTWARE = 70  # the generation thread died or stalled after it had come up
 EX_OSERR = 71  # could not listen
 EX_CONFIG = 78  # it never came up: the model could not be loaded, or MLX_SHIM_STRICT refused
 
@@ -27,36 +28,42 @@ _verdict = ""
 _said = False
 
 
-def end(status: int, reason: str, show: Callable[[], None] | None = None) -> NoReturn:
-    """Report in one line and end the process with `status`, by os._exit and in the calling thread.
+def end(
+    status: int,
+    reason: str,
+    show: Callable[[], None] | None = None,
+    error: BaseException | None = None,
+    tell: errors.ShimError | None = None,
+) -> NoReturn:
+    """Tell waiting clients, report in one line, and end the process with `status`, by os._exit in the calling thread.
 
     There is no interpreter teardown: the teardown of a thread that used mlx has crashed (mlx 4347, 4110), and a
-    non-daemon thread would be waited for. `show` runs first: it prints the traceback through the hooks that the
-    program had in place. Where it hangs, the thread that `prepare` started ends the process all the same.
+    non-daemon thread would be waited for. `show` prints the traceback through the hooks that the program had in place;
+    `tell` is what clients get, within MLX_SHIM_EXIT_GRACE. Where anything of this hangs, the thread that `prepare`
+    started ends the process all the same.
     """
     global _status, _verdict
     if not _first.acquire(blocking=False):
         threading.Event().wait()  # another thread is at it and ends us too
+    deadline = time.monotonic() + settings.current.exit_grace
     _status = status
     _verdict = f"fatal: {reason}; {engine.in_flight} in flight; up {engine.uptime:.1f} s; exit {status}"
+    facts = crash_report.ledger_facts()  # before the clients are told, and their entries close
     _begun.set()
     try:
-        _run(show)
+        _attempt("tell the clients", lambda: engine.fail_waiting(tell or errors.engine_dead()))
+        if show is not None:
+            _attempt("show the traceback", show)
         _say()
+        if settings.current.report_dir:
+            _attempt("write the crash report", lambda: crash_report.write(status, reason, error, facts))
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
+        while engine.serving and time.monotonic() < deadline:
+            threading.Event().wait(0.005)  # the handlers are writing their last words
     finally:
         os._exit(status)
-
-
-def _run(show: Callable[[], None] | None) -> None:
-    """Whatever a hook of the program does, SystemExit included, the verdict still follows."""
-    try:
-        if show is not None:
-            show()
-    except BaseException as error:
-        report.line(f"the traceback could not be shown: {error!r}")
 
 
 def begun(timeout: float = 0) -> bool:
@@ -71,14 +78,22 @@ def prepare() -> None:
 
 
 def _enforce() -> NoReturn:
-    """Once the end has begun, end the process REPORT_LIMIT seconds later if the thread that began it has not."""
+    """Once the end has begun, end the process when its time is over, if the thread that began it has not."""
     _begun.wait()
-    threading.Event().wait(REPORT_LIMIT)
+    threading.Event().wait(max(REPORT_LIMIT, settings.current.exit_grace))
     try:
         if not _said:
             report.line_at_once(_verdict)
     finally:
         os._exit(_status)
+
+
+def _attempt(what: str, step: Callable[[], None]) -> None:
+    """Whatever a step does, SystemExit from a hook of the program included, the next one still follows."""
+    try:
+        step()
+    except BaseException as error:
+        report.line(f"could not {what}: {error!r}")
 
 
 def _say() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
-from . import fatal, patch, watchdog
+from . import fatal, ledger, patch, report, watchdog
 from .engine import engine
 
 
@@ -13,23 +16,97 @@ def install(server: Any, on_start: Callable[[], None]) -> None:
     """Keep `engine` current, and call `on_start` when a server starts (a mere import of mlx_lm.server is none)."""
 
     def starts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        fatal.prepare()
-        on_start()
-        watchdog.start()
+        _framed(fatal.prepare, on_start, watchdog.start)
         engine.attach(instance)
         return wrapped(*args, **kwargs)
 
+    def make_queue(*args: Any, **kwargs: Any) -> queue.Queue[Any]:
+        """What the server's name `Queue` is now: a response queue where `generate` opens a request, else the stock one."""
+        entry = getattr(engine.local, "entry", None)
+        if entry is None:
+            return queue.Queue(*args, **kwargs)
+        engine.local.entry = None
+        return ledger.ResponseQueue(entry, server.Response)
+
+    def runs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        _framed(on_start)
+        engine.running += 1
+        engine.runner, engine.run_error = threading.current_thread(), None
+        try:
+            return wrapped(*args, **kwargs)
+        except BaseException as error:
+            engine.run_error = error
+            raise
+        finally:
+            engine.running -= 1
+
+    patch.wrap(server, "run", runs)  # first, and alone in every release: a server of any shape says what it lacks
     patch.wrap(server, "ResponseGenerator.__init__", starts)
+    patch.wrap(server, "ResponseGenerator.generate", _generate)
+    patch.wrap(server, "ResponseGenerator._serve_single", _serve_single)
     patch.wrap(server, "ModelProvider.load_default", _load_default)
+    patch.wrap(server, "ModelProvider._load", _load)
     patch.wrap(server, "APIHandler.handle_completion", _handle_completion)
+    server.Queue = make_queue
+
+
+def _framed(*steps: Callable[[], None]) -> None:
+    """What goes wrong in a step of ours is said, and the server starts all the same."""
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            report.line(f"{step.__module__}.{step.__name__} failed: {error!r}")
 
 
 def _load_default(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    engine.booting = True  # left so where it raises: death in a load at boot is told from death in service by this
     result = wrapped(*args, **kwargs)
-    engine.model_is_up = True
+    engine.booting = False
+    return result
+
+
+def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    engine.loading += 1
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        engine.loading -= 1
+
+
+def _serve_single(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    engine.single = True
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        engine.single = False
+
+
+def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Open the entry. It closes with its handler, or, where a program calls `generate` itself, with its last delivery."""
+    handler = getattr(engine.local, "handler", None)
+    entry = engine.open(args[0] if args else kwargs.get("request"), handler)
+    engine.local.entry = entry
+    try:
+        result = wrapped(*args, **kwargs)
+    except BaseException:
+        engine.close(entry)
+        raise
+    finally:
+        engine.local.entry = None
+    if handler is not None:
+        engine.local.opened = entry
     return result
 
 
 def _handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    with engine.serving():
+    me = threading.get_ident()
+    engine.serving[me] = time.monotonic()
+    engine.local.handler, engine.local.opened = instance, None
+    try:
         return wrapped(*args, **kwargs)
+    finally:
+        if engine.local.opened is not None:
+            engine.close(engine.local.opened)
+        engine.local.handler = engine.local.opened = None
+        engine.serving.pop(me, None)

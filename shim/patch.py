@@ -20,6 +20,8 @@ def _import_wrapt() -> tuple[Any, str]:
         import wrapt  # costs about 65 ms; mlx_lm is about to take a second
     except ImportError as error:
         return None, f"wrapt cannot be imported ({error})"
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # a stub may do anything, sys.exit included
         return None, f"wrapt cannot be imported ({error!r})"
     version = str(getattr(wrapt, "__version__", ""))

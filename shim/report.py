@@ -6,6 +6,7 @@ import os
 import select
 import sys
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 PREFIX = "mlx-lm-shim: "
@@ -30,20 +31,31 @@ states: dict[str, State] = {}
 _debug = False
 
 
+def version_of(package: str) -> str:
+    """The installed version, or "unknown": a source checkout has no metadata."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
 def enable_debug() -> None:
     global _debug
     _debug = True
 
 
 def one_line(text: object, limit: int = 300) -> str:
-    """`text` on one line of at most `limit` characters."""
-    flat = " ".join(str(text).split())
+    """`text` on one line of at most `limit` characters. An exception whose own __str__ fails gives its type."""
+    try:
+        flat = " ".join(str(text).split())
+    except Exception:
+        flat = f"<{type(text).__name__} that cannot be shown>"
     return flat if len(flat) <= limit else flat[: limit - 1] + "…"
 
 
 def line(text: str) -> None:
     """Write one line to stderr. A stderr that is closed or broken is no reason to fail."""
-    _write(f"{PREFIX}{one_line(text, 2000)}\n".encode())
+    _write(_encode(f"{PREFIX}{one_line(text, 2000)}\n"))
 
 
 def debug(text: str) -> None:
@@ -56,7 +68,12 @@ def line_at_once(text: str) -> None:
     """As `line`, but give up rather than wait for a reader: for a process that is about to end."""
     fd = stderr_fd()
     if fd is not None and select.select([], [fd], [], 0)[1]:
-        _write((PREFIX + one_line(text)).encode()[: _ATOMIC - 1] + b"\n")
+        _write(_encode(PREFIX + one_line(text))[: _ATOMIC - 1] + b"\n")
+
+
+def _encode(text: str) -> bytes:
+    """A name or a message may hold what is no UTF-8."""
+    return text.encode(errors="backslashreplace")
 
 
 def stderr_fd() -> int | None:

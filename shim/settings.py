@@ -13,16 +13,16 @@ from .guards import GUARDS
 
 PREFIX = "MLX_SHIM"
 KILL_SWITCH = PREFIX
-_OFF, _ON = ("0", "off", "false", "no"), ("1", "on", "true", "yes")
+OFF, ON = ("0", "off", "false", "no"), ("1", "on", "true", "yes")
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_switch(text: str) -> bool:
     """True or False from the usual words. Raises ValueError saying what is accepted."""
     word = text.strip().lower()
-    if word in _OFF or word in _ON:
-        return word in _ON
-    raise ValueError("accepted: " + ", ".join((*_ON, *_OFF)))
+    if word in OFF or word in ON:
+        return word in ON
+    raise ValueError("accepted: " + ", ".join((*ON, *OFF)))
 
 
 def parse_duration(text: str) -> float:
@@ -63,6 +63,37 @@ class Settings:
         "exit", "exit", parse_choice("exit"),
         "what to do when the generation thread dies. exit: os._exit(70)", "generation_death",
     )  # fmt: skip
+    exit_grace: float = _setting(
+        "1s", "duration", parse_duration,
+        "at most this long for waiting clients to be told before the exit", "generation_death",
+    )  # fmt: skip
+    decode_stall: float = _setting(
+        "120s", "duration", parse_duration,
+        "a request that is past its prompt got no token for this long, and no prompt of others explains it", "stall",
+    )  # fmt: skip
+    prefill_stall: float = _setting(
+        "600s", "duration", parse_duration, "a request in its prompt made no progress for this long", "stall"
+    )
+    on_stall: str = _setting(
+        "exit", "exit or dump", parse_choice("exit", "dump"),
+        "exit: as a death. dump: stacks to the log, once an episode, and /health says stalled", "stall",
+    )  # fmt: skip
+    request_timeout: float = _setting(
+        "0", "duration", parse_duration, "limit for a whole request, 0 is none; ends that request alone, with 504",
+        "endless_wait",
+    )  # fmt: skip
+    gil_deadline: float = _setting(
+        "300s", "duration", parse_duration,
+        "the interpreter itself has not run for this long: faulthandler dumps the stacks and ends it (status 1)",
+        "frozen_interpreter",
+    )  # fmt: skip
+    while_loading: str = _setting(
+        "wait", "wait or reject", parse_choice("wait", "reject"),
+        "wait: a request waits for the model, as with stock. reject: 503 with Retry-After", "endless_wait",
+    )  # fmt: skip
+    report_dir: str = _setting(
+        "", "folder", str.strip, "where a crash report (JSON) is written; always to stderr in short", "generation_death"
+    )
     guards_off: frozenset[str] = frozenset()
 
     def guard_is_on(self, name: str) -> bool:
@@ -122,8 +153,8 @@ def load(environ: Mapping[str, str] = os.environ) -> tuple[Settings, list[str], 
         if not read(guard, parse_switch, "1"):
             off.add(guard)
     raw = environ.get(KILL_SWITCH, "")
-    if raw.strip() and raw.strip().lower() not in (*_ON, *_OFF):
-        bad.append(f"{KILL_SWITCH}={raw!r} is not valid; accepted: {', '.join((*_ON, *_OFF))}; the shim stays on")
+    if raw.strip() and raw.strip().lower() not in (*ON, *OFF):
+        bad.append(f"{KILL_SWITCH}={raw!r} is not valid; accepted: {', '.join((*ON, *OFF))}; the shim stays on")
     known = [row.variable for row in table()]
     unknown = [
         f"{name} is not a setting of the shim; the nearest known name is {difflib.get_close_matches(name, known, 1, 0)[0]}"

@@ -1,14 +1,17 @@
 """One daemon thread that looks at the engine a few times a second and ends the process when it has to.
 
-Guards add a check; a check returns nothing while all is well, and calls `fatal` when it is not.
+Guards add a check; a check returns nothing while all is well, and calls `fatal` when it is not. The thread also runs
+the engine's clock, by which stalls are told: time in which nothing could have been delivered does not count.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from . import fatal, report
+from .engine import engine
 
 POLL = 0.2  # seconds between two looks
 
@@ -28,7 +31,13 @@ def start() -> None:
 
 
 def _run() -> None:
+    before = time.monotonic()
     while not fatal.begun(POLL):
+        now = time.monotonic()
+        if not engine.loading and not engine.stopping:
+            # A longer gap means that this thread did not run either: the process was suspended, or the machine slept.
+            engine.clock += min(now - before, 2 * POLL)
+        before = now
         for check in list(_checks):
             try:
                 check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -49,6 +50,15 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+@contextlib.contextmanager
+def taken_port() -> Iterator[int]:
+    """A port on which somebody else listens."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        yield int(s.getsockname()[1])
+
+
 def wait_until(true: Any, timeout: float, step: float = 0.05) -> bool:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -72,6 +82,7 @@ class Server:
         self.port = port or free_port()
         self.log = log
         self.line = line
+        self.sockets: list[socket.socket] = []
         program = (python_of(line), *entry) if entry[0].startswith("-") or entry[0].endswith(".py") else entry
         command = [*prefix, *program, "--port", str(self.port), *args]
         if model is not None:
@@ -86,6 +97,8 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for s in self.sockets:
+            s.close()
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -155,13 +168,14 @@ class Server:
             return answer.status, text
 
     def send_and_leave(self, body: Any, path: str = "/v1/completions") -> socket.socket:
-        """Send a request and return its socket without waiting for the answer."""
+        """Send a request and return its socket, without waiting for the answer; it stays open with the server object."""
         raw = json.dumps(body).encode()
         s = socket.create_connection(("127.0.0.1", self.port), timeout=ANSWER)
         head = (
             f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
         )
         s.sendall(head.encode() + raw)
+        self.sockets.append(s)
         return s
 
     def is_zombie(self, patience: float = 4.0) -> bool:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,19 @@ from . import path
 
 HELP = "print versions, guard states and settings for this interpreter; status 1 if a guard that is on is not active"
 
-# Run in a child that starts as the server would: the guards are asked there, in the place where they act.
+# Run in a child that starts as the server would: the guards are asked there, in the place where they act. The answer
+# goes to a file, since a chained sitecustomize may print what it likes.
 _PROBE = """\
 import json, sys
 import mlx_lm.server
-modules = {name.split(".", 1)[1]: m for name, m in sys.modules.items() if name.split(".")[0] in ("shim", "_mlx_lm_shim") and "." in name}
+ours = {name.split(".", 1)[1]: m for name, m in sys.modules.items() if name.split(".")[0] in ("shim", "_mlx_lm_shim") and "." in name}
 site = sys.modules.get("sitecustomize")
-print("\\n" + json.dumps({
-    "states": {k: [v.kind, v.reason] for k, v in modules["report"].states.items()} if "report" in modules else None,
-    "wrapt": modules["patch"].missing if "patch" in modules else "",
-    "chained": site and getattr(site, "__file__", None),
-}))
+with open(sys.argv[1], "w") as answer:
+    json.dump({
+        "states": {k: [v.kind, v.reason] for k, v in ours["report"].states.items()} if "boot" in ours else None,
+        "wrapt": ours["patch"].missing if "boot" in ours else "",
+        "chained": site and getattr(site, "__file__", None),
+    }, answer)
 """
 
 
@@ -38,15 +41,18 @@ def main() -> int:
     if isinstance(found, str):
         print(f"NOT GUARDED: {found}")
         return 1
-    faults = _print_guards(found)
-    _print_settings()
+    faults = _print_guards(found) + _print_settings()
     print(f"\nsitecustomize chained: {found['chained'] or 'none'}")
-    here = {Path(p).resolve() for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p}
-    if path.folder() not in here:
+    if not _is_injected():
         print(f"This shell's PYTHONPATH does not name the shim. Start the server with PYTHONPATH={path.pythonpath()}")
     for fault in faults:
         print(f"FIX: {fault}")
     return 1 if faults else 0
+
+
+def _is_injected() -> bool:
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return path.folder() in {Path(p).resolve() for p in given if p}
 
 
 def _version(name: str) -> str:
@@ -57,21 +63,28 @@ def _version(name: str) -> str:
 
 
 def _ask() -> dict[str, Any] | str:
-    """What the guards say in a child interpreter, or why that cannot be known and what to do."""
-    child = subprocess.run(
-        [sys.executable, "-c", _PROBE],
-        env=os.environ | {"PYTHONPATH": path.pythonpath()},
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    if child.returncode != 0:
-        last = (child.stderr.strip().splitlines() or ["no output"])[-1]
-        return f"mlx_lm.server cannot be imported: {last}\nFIX: pip install mlx-lm (on Linux also mlx[cpu])"
-    found: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
-    if found["states"] is None:
-        if not settings.parse_switch(os.environ.get(settings.KILL_SWITCH) or "1"):
-            return f"the kill switch {settings.KILL_SWITCH} is off\nFIX: unset {settings.KILL_SWITCH}"
-        return f"the shim did not start: {child.stderr.strip()}\nFIX: put {path.folder()} first on PYTHONPATH"
-    return found
+    """What the guards say in a child interpreter, or why that cannot be known and what to do.
+
+    The child gets this shell's PYTHONPATH as it is where that names the shim, else with the shim in front.
+    """
+    environ = dict(os.environ) if _is_injected() else os.environ | {"PYTHONPATH": path.pythonpath()}
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer"
+        child = subprocess.run(
+            [sys.executable, "-c", _PROBE, str(answer)], env=environ, capture_output=True, check=False, timeout=300
+        )
+        said = child.stderr.decode(errors="replace").strip()
+        if not answer.exists() or child.returncode != 0:
+            last = (said.splitlines() or [f"status {child.returncode}"])[-1]
+            return f"mlx_lm.server cannot be imported: {last}\nFIX: pip install mlx-lm (on Linux also mlx[cpu])"
+        found: dict[str, Any] = json.loads(answer.read_text())
+    if found["states"] is not None:
+        return found
+    if os.environ.get(settings.KILL_SWITCH, "").strip().lower() in settings.OFF:
+        return f"the kill switch {settings.KILL_SWITCH} is off\nFIX: unset {settings.KILL_SWITCH}"
+    if found["chained"]:
+        return f"{found['chained']} comes first and ours never runs\nFIX: put {path.folder()} first on PYTHONPATH"
+    return f"the shim did not start: {said or 'no reason given'}\nFIX: put {path.folder()} first on PYTHONPATH"
 
 
 def _print_guards(found: dict[str, Any]) -> list[str]:
@@ -87,8 +100,9 @@ def _print_guards(found: dict[str, Any]) -> list[str]:
     return faults
 
 
-def _print_settings() -> None:
-    _, bad, unknown = settings.load()
+def _print_settings() -> list[str]:
+    """Print every setting; return what to do where MLX_SHIM_STRICT=1 would refuse to start."""
+    in_force, bad, unknown = settings.load()
     print("\nsettings in force")
     for row in settings.table():
         given = os.environ.get(row.variable, "").strip()
@@ -97,3 +111,4 @@ def _print_settings() -> None:
         print(f"  {row.variable:32}{given or row.default:10}{'set' if given else 'default'}")
     for text in (*bad, *unknown):
         print(f"  {text}")
+    return [f"{text}; with {settings.variable('strict')}=1 the server exits 78" for text in bad if in_force.strict]

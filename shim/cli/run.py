@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
                 file=sys.stderr,
             )
             return 78
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # mlx and pathlib raise RuntimeError for a full disk, or no home
             print(f"mlx-lm-shim: the tiny model cannot be made: {error}; name a model with --model", file=sys.stderr)
             return 78
         print(f"mlx-lm-shim: no --model given: serving a tiny random model, {model}; it talks noise", file=sys.stderr)

@@ -4,7 +4,6 @@ A guard's module has a docstring that says what goes wrong and how it is answere
 
     UPSTREAM    where the defect is known, such as "mlx-lm 1505"
     MODULE      the module of mlx_lm whose import brings the guard in
-    NEEDS_WRAPT whether it must stay off where wrapt cannot be used
     probe(m)    raises Retired where this version does not have the defect, Incompatible where it cannot be guarded
     apply(m)    wraps names of that module
 
@@ -18,6 +17,12 @@ from typing import Any
 GUARDS = (
     "generation_death",
     "orphaned_process",
+    "endless_wait",
+    "abandoned_request",
+    "stall",
+    "frozen_interpreter",
+    "error_status",
+    "untruthful_health",
 )
 
 

@@ -14,12 +14,11 @@ import traceback
 from typing import Any, NoReturn
 
 from .. import fatal, patch, report
-from ..engine import engine, is_generation_frame
+from ..engine import engine
 from . import require
 
 UPSTREAM = "mlx-lm 1505, 1514, 1791, 1909"
 MODULE = "mlx_lm.server"
-NEEDS_WRAPT = False
 
 
 def probe(server: Any) -> None:
@@ -28,6 +27,8 @@ def probe(server: Any) -> None:
 
 def apply(server: Any) -> None:
     patch.wrap(server, "ResponseGenerator._generate", _generate)
+    if hasattr(server.ResponseGenerator, "_run_generate"):
+        patch.wrap(server, "ResponseGenerator._run_generate", _run_generate)
     threading.excepthook = _Hook(threading.excepthook)
 
 
@@ -37,16 +38,25 @@ def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     try:
         result = wrapped(*args, **kwargs)
     except BaseException as error:
-        if engine.stopping:
+        if instance._stop:
             raise  # an orderly stop is under way: what goes wrong in it is the stock server's to show
         _die(error)
-    if not engine.stopping:
+    if not instance._stop:
+        _die(None)
+    return result
+
+
+def _run_generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around what swallows the exception, for a subclass that has a `_generate` of its own."""
+    engine.attach(instance)
+    result = wrapped(*args, **kwargs)
+    if not instance._stop:
         _die(None)
     return result
 
 
 class _Hook:
-    """A threading.excepthook for deaths that bypass the wrapper, such as in a subclass with its own `_generate`."""
+    """A threading.excepthook for deaths that bypass the wrappers."""
 
     def __init__(self, previous: Any) -> None:
         self.previous = previous
@@ -60,21 +70,27 @@ class _Hook:
 
 def _is_generation(args: Any) -> bool:
     """By identity, then by the loop's own frame. Never by the thread's name: other programs use those names too."""
-    if args.thread is not None and args.thread is engine.generation_thread:
+    if any(args.thread is getattr(generator, "_generation_thread", engine) for generator in engine.generators):
         return True
-    frames = traceback.walk_tb(args.exc_traceback)
-    return any(is_generation_frame(frame.f_code) for frame, _ in frames)
+    return any(_is_loop(frame.f_code) for frame, _ in traceback.walk_tb(args.exc_traceback))
+
+
+def _is_loop(code: Any) -> bool:
+    """Whether `code` is the generation loop of mlx_lm/server.py, and no namesake in somebody else's server.py."""
+    server = sys.modules.get(MODULE)
+    named = code.co_name in ("_generate", "_run_generate")
+    return named and server is not None and code.co_filename == getattr(server, "__file__", None)
 
 
 def _die(error: BaseException | None, show: Any = None) -> NoReturn:
-    what = "its loop returned" if error is None else report.one_line(f"{type(error).__name__}: {error}")
-    if engine.model_is_up:
-        status, reason = fatal.EX_SOFTWARE, f"the generation thread died: {what}"
-    else:
+    what = "its loop returned" if error is None else f"{type(error).__name__}: {report.one_line(error)}"
+    if engine.booting:
         status, reason = fatal.EX_CONFIG, f"the model {engine.model_name} could not be loaded: {what}"
+    else:
+        status, reason = fatal.EX_SOFTWARE, f"the generation thread died: {what}"
     if show is None and error is not None:
         show = lambda: _show(error)  # noqa: E731
-    fatal.end(status, reason, show)
+    fatal.end(status, reason, show, error)
 
 
 def _show(error: BaseException) -> None:

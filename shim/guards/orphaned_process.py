@@ -1,4 +1,4 @@
-"""The main thread ends while the generation thread lives: a process that nobody can reach, and that never exits.
+"""The server is gone and its generation thread lives: a process that nobody can reach, and that never exits.
 
 The generation thread is started before the port is bound and is no daemon. With the port taken, stock raises OSError
 in main and then waits for that thread for ever, the model loaded, no supervisor the wiser. Whatever ends main, the
@@ -7,51 +7,62 @@ process ends too: 71 where it could not listen, 0 where Ctrl-C asked for it, els
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
 from typing import Any
 
-from .. import fatal, patch, report, watchdog
+from .. import fatal, report, watchdog
 from ..engine import engine
 from . import require
 
 UPSTREAM = "no issue known; the thread of mlx_lm/server.py is started in ResponseGenerator.__init__, before the bind"
 MODULE = "mlx_lm.server"
-NEEDS_WRAPT = False
 
 
 def probe(server: Any) -> None:
-    require(server, "run", "ResponseGenerator.__init__")
+    require(server, "run", "_run_http_server", "ResponseGenerator.__init__")
 
 
 def apply(server: Any) -> None:
-    patch.wrap(server, "run", _run)
     watchdog.add(_check)
 
 
-def _run(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Only remember what ended main. Python prints it as ever; the watchdog acts when main is gone."""
-    try:
-        return wrapped(*args, **kwargs)
-    except BaseException as error:
-        engine.main_error = error
-        raise
-
-
 def _check() -> None:
-    thread = engine.generation_thread
-    if threading.main_thread().is_alive() or thread is None or not thread.is_alive() or engine.stopping:
+    """Called by the watchdog. Python has printed by then what ended main."""
+    if engine.running or not _caller_is_over() or not any(_is_left(generator) for generator in list(engine.generators)):
         return
-    error = engine.main_error
-    if error is None:
-        fatal.end(fatal.EX_SOFTWARE, "the main thread ended while the generation thread lives")
-    what = report.one_line(f"{type(error).__name__}: {error}")
+    error = engine.run_error
     if isinstance(error, KeyboardInterrupt):
         fatal.end(fatal.STOPPED, "interrupted before the server could stop by itself")
-    if isinstance(error, OSError) and not _was_serving(error):
-        fatal.end(fatal.EX_OSERR, f"could not listen: {what}")
-    fatal.end(fatal.EX_SOFTWARE, f"the main thread ended while the generation thread lives: {what}")
+    what = f": {type(error).__name__}: {report.one_line(error)}" if error is not None else ""
+    if error is not None and _could_not_listen(error):
+        fatal.end(fatal.EX_OSERR, f"could not listen{what}")
+    fatal.end(fatal.EX_SOFTWARE, f"the main thread ended while the generation thread lives{what}")
 
 
-def _was_serving(error: BaseException) -> bool:
-    return any(frame.f_code.co_name == "serve_forever" for frame, _ in traceback.walk_tb(error.__traceback__))
+def _is_left(generator: Any) -> bool:
+    """Whether its thread lives and nobody has asked it to stop."""
+    thread = getattr(generator, "_generation_thread", None)
+    return thread is not None and thread.is_alive() and not generator._stop
+
+
+def _caller_is_over() -> bool:
+    """Whether the thread that ran the server, main as a rule, will not do anything more.
+
+    After an error in `run` that is also so where main is alive by name only: it waits in threading._shutdown for threads
+    that may never end, or Python is busy with the traceback, in a hook that hangs or a pipe that is full.
+    """
+    if not engine.runner.is_alive():
+        return True
+    if engine.run_error is None or engine.runner is not threading.main_thread():
+        return False
+    frame = sys._current_frames().get(engine.runner.ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name not in ("<module>", "_run_module_as_main")
+
+
+def _could_not_listen(error: BaseException) -> bool:
+    names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return isinstance(error, Exception) and "_run_http_server" in names and "serve_forever" not in names

@@ -99,6 +99,7 @@ def test_doctor_tells_settings_chain_and_pythonpath(tmp_path):
     ("environ", "says"),
     [
         ({"MLX_SHIM": "0"}, "FIX: unset MLX_SHIM"),
+        ({"MLX_SHIM_STRICT": "1", "MLX_SHIM_ON_DEATH": "never"}, "FIX: MLX_SHIM_ON_DEATH='never' is not valid"),
         ({"PYTHONPATH": str(VENVS / "wrapt-1.15.0")}, "FIX: pip install 'wrapt>=1.16,!=2.2.0': wrapt 1.15.0"),
     ],
 )
@@ -106,6 +107,23 @@ def test_doctor_names_what_is_wrong_and_the_fix(environ, says):
     answer = shim("doctor", **environ)
     assert answer.returncode == 1
     assert says in answer.stdout
+
+
+def test_doctor_where_another_sitecustomize_comes_first(tmp_path):
+    (tmp_path / "sitecustomize.py").touch()
+    answer = shim("doctor", PYTHONPATH=f"{tmp_path}{os.pathsep}{REPO}")
+    assert answer.returncode == 1
+    assert f"NOT GUARDED: {tmp_path}/sitecustomize.py comes first" in answer.stdout
+
+
+def test_doctor_bears_a_chained_sitecustomize_that_prints(tmp_path):
+    text = "import atexit, sys\nsys.stdout.buffer.write(b'\\xff')\natexit.register(print, 'bye')\n"
+    (tmp_path / "sitecustomize.py").write_text(text)
+    child = subprocess.run(
+        [python_of(NEWEST), "-m", "shim", "doctor"], capture_output=True, check=False, cwd=REPO,
+        env=clean_environ(PYTHONPATH=str(tmp_path)),
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr
 
 
 def test_doctor_without_mlx_lm(tmp_path):

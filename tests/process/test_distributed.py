@@ -12,6 +12,7 @@ from harness import REPO, VENVS, Inconclusive, Server, clean_environ, free_port
 
 class Job(Server):
     def __init__(self, line, model, log, environ):
+        self.sockets = []
         self.port, self.log, self.line = free_port(), log, line
         launcher = str(VENVS / line / "bin" / "mlx.launch")
         server = str(VENVS / line / "bin" / "mlx_lm.server")

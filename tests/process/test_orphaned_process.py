@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import textwrap
 import time
 
 import pytest
-from harness import Inconclusive, Server, Stream, wait_until
+from harness import Inconclusive, Server, Stream, taken_port, wait_until
 
 
 def fatal_lines(server):
@@ -18,24 +17,20 @@ def fatal_lines(server):
 
 
 @pytest.fixture
-def taken_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        s.listen()
-        yield s.getsockname()[1]
+def port():
+    with taken_port() as port:
+        yield port
 
 
-def test_port_taken_is_71(line, tiny, tmp_path, taken_port):
-    with Server(line, tiny, tmp_path / "log", port=taken_port) as server:
+def test_port_taken_is_71(line, tiny, tmp_path, port):
+    with Server(line, tiny, tmp_path / "log", port=port) as server:
         assert server.wait_exit() == 71
         (said,) = fatal_lines(server)
         assert "could not listen: OSError: [Errno" in said
         assert "Traceback" in server.text(), "Python's own account stays in the log"
-    with Server(
-        line, tiny, tmp_path / "control", port=taken_port, environ={"MLX_SHIM_ORPHANED_PROCESS": "0"}
-    ) as server:
+    with Server(line, tiny, tmp_path / "control", port=port, environ={"MLX_SHIM_ORPHANED_PROCESS": "0"}) as server:
         expect_unreachable_for_ever(server)
-    with Server(line, tiny, tmp_path / "stock", port=taken_port, environ={"MLX_SHIM": "0"}) as server:
+    with Server(line, tiny, tmp_path / "stock", port=port, environ={"MLX_SHIM": "0"}) as server:
         expect_unreachable_for_ever(server)
 
 

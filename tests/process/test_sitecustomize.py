@@ -155,6 +155,33 @@ def test_the_kill_switch_leaves_nothing(value, tmp_path):
         assert b"MlxLmShim" not in under[0]
 
 
+def test_under_the_kill_switch_the_folder_is_not_on_sys_path(tmp_path):
+    code = "import sys\nprint(sys.path)\ntry:\n    import shim\nexcept ImportError as e:\n    print(e)\n"
+    outputs = [run(python_of(NEWEST), code, p, cwd=tmp_path, MLX_SHIM="0") for p in (None, str(REPO))]
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_a_chainer_that_executes_the_file_itself_runs_once(python, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(f"""
+        print("CHAINER RAN")
+        exec(compile(open({str(REPO / "sitecustomize.py")!r}).read(), "x", "exec"), dict(__name__="sitecustomize", __file__={str(REPO / "sitecustomize.py")!r}))
+    """)
+    )
+    out, err, status = run(python, "print('DONE')", f"{tmp_path}{os.pathsep}{REPO}", cwd=tmp_path)
+    assert (out, err, status) == (b"CHAINER RAN\nDONE\n", b"", 0)
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_importing_it_again_with_odd_entries_on_sys_path(python, tmp_path):
+    code = "import sys\nsys.path.append(None)\ntry:\n    import sitecustomize\nexcept ImportError:\n    print('NONE')\n"
+    outputs = [run(python, code, p, cwd=tmp_path) for p in (None, str(REPO))]
+    if not python.startswith("/usr"):  # Debian has one
+        assert outputs[0] == outputs[1]
+        assert outputs[0][0] == b"NONE\n"
+
+
 def strip_addresses(text):
     return b" ".join(word for word in text.split() if not word.startswith(b"0x"))
 

@@ -32,6 +32,7 @@ class Supervised(Server):
     """The server as a supervisord's child: it may die and come back under another PID, on the same port."""
 
     def __init__(self, line, model, folder, *, switch="1"):
+        self.sockets = []
         self.port, self.log, self.line = free_port(), folder / "log", line
         folder.mkdir()
         config = folder / "conf"

@@ -1,0 +1,47 @@
+"""What clients are told, in the shape of OpenAI's API, and with which status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+RETRY_AFTER = 10  # seconds; about what a restart and a model of some size take
+
+
+class ShimError(Exception):
+    """An answer to one client: a status, OpenAI's type and code, and whether waiting helps."""
+
+    def __init__(self, status: int, code: str, message: str, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"  # noqa: PLR2004
+        return {"error": {"message": str(self), "type": kind, "code": self.code}}
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to tell."""
+
+
+def engine_dead() -> ShimError:
+    return ShimError(503, "engine_dead", "the generation engine has died; the server is about to restart", RETRY_AFTER)
+
+
+def engine_stalled() -> ShimError:
+    return ShimError(
+        503, "engine_stalled", "the generation engine has stalled; the server is about to restart", RETRY_AFTER
+    )
+
+
+def shutting_down() -> ShimError:
+    return ShimError(503, "shutting_down", "the server is shutting down", RETRY_AFTER)
+
+
+def model_loading() -> ShimError:
+    return ShimError(503, "model_loading", "the model is being loaded", RETRY_AFTER)
+
+
+def request_timeout(seconds: float) -> ShimError:
+    return ShimError(504, "request_timeout", f"the request took longer than MLX_SHIM_REQUEST_TIMEOUT, {seconds:g} s")

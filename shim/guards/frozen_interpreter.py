@@ -1,0 +1,76 @@
+"""The interpreter itself stands still: native code holds the GIL and no Python thread, the watchdog included, runs.
+
+Only a C thread can act then. faulthandler has one: armed for MLX_SHIM_GIL_DEADLINE and re-armed by the watchdog, it dumps
+all stacks and ends the process with status 1. There is one such timer in a process; where the program uses it itself,
+it stays the program's.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import time
+from typing import Any
+
+from .. import patch, report, settings, watchdog
+from ..engine import engine
+from . import Incompatible
+
+UPSTREAM = "mlx-lm 1834; no upstream issue names the GIL"
+MODULE = "mlx_lm.server"
+
+_armed_at = 0.0
+_ours = False  # whether a call to faulthandler is our own
+_foreign = False
+
+
+def probe(server: Any) -> None:
+    if report.stderr_fd() is None:
+        raise Incompatible("stderr is closed, and faulthandler has nowhere to write")
+
+
+def apply(server: Any) -> None:
+    patch.wrap(faulthandler, "dump_traceback_later", _somebody_arms)
+    patch.wrap(faulthandler, "cancel_dump_traceback_later", _somebody_cancels)
+    watchdog.add(_rearm)
+
+
+def _rearm() -> None:
+    """Called by the watchdog. Re-arming starts a thread (50 µs), so not at every look."""
+    global _armed_at
+    deadline = settings.current.gil_deadline
+    if _foreign or not deadline:
+        return
+    if engine.stopping:
+        if _armed_at:
+            _armed_at = 0.0
+            _call(faulthandler.cancel_dump_traceback_later)
+        return
+    now = time.monotonic()
+    if now - _armed_at >= min(1.0, deadline / 4):
+        _armed_at = now
+        _call(faulthandler.dump_traceback_later, deadline, exit=True, file=report.stderr_fd())
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> None:
+    global _ours
+    _ours = True
+    try:
+        function(*args, **kwargs)
+    finally:
+        _ours = False
+
+
+def _somebody_arms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    global _foreign
+    if not _ours and not _foreign:
+        _foreign = True
+        report.line("the program uses faulthandler.dump_traceback_later itself: MLX_SHIM_GIL_DEADLINE is not watched")
+    return wrapped(*args, **kwargs)
+
+
+def _somebody_cancels(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    global _foreign
+    if not _ours and _foreign:
+        _foreign = False
+        report.line("the program has given faulthandler's timer back: MLX_SHIM_GIL_DEADLINE is watched again")
+    return wrapped(*args, **kwargs)

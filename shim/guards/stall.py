@@ -1,0 +1,103 @@
+"""The generation thread lives and delivers nothing: blocked in native code at 0 % CPU, or a livelock of its loop.
+
+Iterations prove nothing: the loop of a livelock steps, and reports progress of other prompts. What counts is what was
+delivered to each request, and when. Time alone cannot tell either: one step may prefill eight prompts of others for
+minutes before the next token of those in decode. The rules are in `_judge`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+from typing import Any
+
+from .. import crash_report, errors, fatal, report, settings, watchdog
+from ..engine import DECODE, FINISHED, PREFILL, Entry, engine
+from . import require
+
+UPSTREAM = "mlx-lm 1493, 1505, 1598, 1672, 1834"
+MODULE = "mlx_lm.server"
+
+# Deliveries to others since a request's own last one that prove a completed step of the engine: one step delivers at
+# most 8 prompts' progress before the tokens of those in decode.
+OTHERS = 20
+# Seconds a verdict must hold: the watchdog may look while a step's deliveries are being handed out, one after another.
+CONFIRM = 1.0
+
+_suspects: dict[int, float] = {}
+_paused = 0.0
+
+
+def probe(server: Any) -> None:
+    require(server, "ResponseGenerator.generate", "Queue", "Response")
+
+
+def apply(server: Any) -> None:
+    watchdog.add(_check)
+
+
+def _check() -> None:
+    """Called by the watchdog. The engine's clock rests while nothing can be delivered, so no case here is about that."""
+    now = engine.clock
+    entries = [entry for entry in list(engine.entries.values()) if entry.phase != FINISHED]
+    _note_pause(entries, now)
+    verdicts = {entry.id: (entry, why) for entry in entries if (why := _judge(entry, entries, now))}
+    for number in [n for n in _suspects if n not in verdicts]:
+        del _suspects[number]
+    for number, (entry, why) in verdicts.items():
+        if now - _suspects.setdefault(number, now) >= CONFIRM:
+            _stalled(entry, why)
+            return
+    if not verdicts and engine.stalled is not None:
+        report.line("deliveries have resumed")
+        engine.stalled = None
+
+
+def _note_pause(entries: list[Entry], now: float) -> None:
+    """With the batch full of requests in decode, stock prefills nobody: that is waiting, not stalling."""
+    global _paused
+    arguments = getattr(engine.generator, "cli_args", None)
+    width = max(getattr(arguments, "decode_concurrency", 32), getattr(arguments, "prompt_concurrency", 8))
+    if sum(entry.phase == DECODE for entry in entries) >= width:
+        _paused = now
+
+
+def _judge(entry: Entry, entries: list[Entry], now: float) -> str | None:
+    """Why this request is stalled, in words, or None. Seconds are of the engine's clock."""
+    limits = settings.current
+    silence = now - entry.last
+    if entry.phase == DECODE:
+        others = engine.deliveries - entry.mark
+        somebody_in_prefill = any(e.phase == PREFILL for e in entries)
+        if silence >= limits.decode_stall and (not somebody_in_prefill or others >= OTHERS):
+            return f"no token for {silence:.0f} s while {others} deliveries went to others"
+        if silence >= limits.prefill_stall:
+            return f"no token for {silence:.0f} s"
+    elif entry.phase == PREFILL and entry.progressed:
+        if now - max(entry.last, _paused) >= limits.prefill_stall:
+            return f"no progress in its prompt for {silence:.0f} s"
+    elif now - max(entry.last, engine.delivered) >= limits.prefill_stall:
+        # It waits for its turn, in the server's queue or in the batch: only silence towards everybody counts.
+        return f"nothing delivered to anyone for {now - max(entry.last, engine.delivered):.0f} s while it waits"
+    return None
+
+
+def _stalled(entry: Entry, why: str) -> None:
+    if engine.stalled is not None:
+        return  # this episode has been reported
+    thread = engine.generation_thread
+    frames = crash_report.stack(thread.ident if thread else None)
+    where = " < ".join(reversed(frames[-3:])) or "unknown"
+    verdict = f"stalled: request {entry.id} ({entry.phase}, {entry.tokens} tokens): {why}; the generation thread is in {where}"
+    if settings.current.on_stall == "dump":
+        engine.stalled = verdict
+        report.line(verdict)
+        _dump()
+    else:
+        fatal.end(fatal.EX_SOFTWARE, verdict, _dump, tell=errors.engine_stalled())
+
+
+def _dump() -> None:
+    """The stacks of all threads, to stderr."""
+    fd = report.stderr_fd()
+    if fd is not None:
+        faulthandler.dump_traceback(fd, all_threads=True)

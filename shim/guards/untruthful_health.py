@@ -1,0 +1,89 @@
+"""/health says ok while the model loads, while the engine is wedged and (0.31.3) when it is dead; /v1/models always.
+
+Here /health tells what is true, with numbers a supervisor can use; /health/live is 200 while the process should be left
+alone, and /health/ready while a request would be served. None takes a lock or asks MLX.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .. import __version__, http, patch, report
+from ..engine import engine
+from ..errors import RETRY_AFTER, ShimError
+from . import require
+
+UPSTREAM = "mlx-lm 1505, 1791"
+MODULE = "mlx_lm.server"
+
+
+def probe(server: Any) -> None:
+    require(server, "APIHandler.do_GET", "APIHandler.handle_models_request", "get_system_fingerprint")
+
+
+def apply(server: Any) -> None:
+    patch.wrap(server, "APIHandler.do_GET", _do_get)
+    patch.wrap(server, "APIHandler.handle_models_request", _models)
+    patch.wrap(server, "get_system_fingerprint", _Once())
+
+
+def status() -> str:
+    """One word for what the server is now: ok, loading, draining, stalled or dead."""
+    if engine.stopping:
+        return "draining"
+    if engine.ending is not None or engine.generation_is_over:
+        return "dead"
+    if engine.stalled is not None:
+        return "stalled"
+    if engine.booting or engine.loading:
+        return "loading"
+    return "ok"
+
+
+# For each path, the words that are good news.
+_GOOD = {
+    "/health": {"ok"},
+    "/health/ready": {"ok"},
+    "/health/live": {"ok", "loading", "draining"},
+}
+
+
+def _do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    path = instance.path.split("?", 1)[0].rstrip("/")
+    if path not in _GOOD:
+        return wrapped(*args, **kwargs)
+    now = status()
+    body = {
+        "status": now,
+        "in_flight": engine.in_flight,
+        "seconds_since_delivery": round(engine.clock - engine.delivered, 1) if engine.deliveries else None,
+        "uptime": round(engine.uptime, 1),
+        "counters": engine.counters,
+        "shim": __version__,
+        "guards": {name: state.kind for name, state in report.states.items()},
+    }
+    good = now in _GOOD[path]
+    http.send(instance, 200 if good else 503, json.dumps(body).encode(), None if good else RETRY_AFTER)
+    return None
+
+
+def _models(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    now = status()
+    if now in ("dead", "stalled", "draining"):
+        error = ShimError(503, f"engine_{now}", f"the server is {now}", RETRY_AFTER)
+        http.send(instance, error.status, json.dumps(error.body()).encode(), error.retry_after)
+        return None
+    return wrapped(*args, **kwargs)
+
+
+class _Once:
+    """The fingerprint asks MLX for its device at every connection; it does not change."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is None:
+            self.value = wrapped(*args, **kwargs)
+        return self.value

@@ -1,0 +1,69 @@
+"""How the shim answers a client: OpenAI's error shape, before the first byte of a body or in the middle of a stream."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .errors import ShimError
+
+
+class HeldBody:
+    """A handler's `wfile` that keeps the headers back until the first byte of the body.
+
+    The stock server sends a stream's 200 as soon as its prompt is tokenized; until there is a body, an error can still
+    become the status.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+        self.begun = False  # whether a byte of the body went out
+        self._held: bytes | None = None
+
+    def write(self, data: bytes) -> int:
+        if not self.begun and self._held is None:
+            self._held = bytes(data)  # http.server writes the headers in one piece
+            return len(data)
+        self.release()
+        self.raw.write(data)
+        return len(data)
+
+    def release(self) -> None:
+        """Send what was kept back."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self.begun = True
+            self.raw.write(held)
+
+    def drop(self) -> None:
+        """Forget what was kept back: another answer takes its place."""
+        self._held = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+def answer(handler: Any, error: ShimError, out: HeldBody) -> None:
+    """Tell the client: as the status where nothing of a body has gone out, else as an SSE event and no [DONE]."""
+    body = json.dumps(error.body()).encode()
+    handler.close_connection = True
+    if out.begun:
+        if getattr(handler, "stream", False):
+            out.raw.write(b"data: " + body + b"\n\n")
+        return  # a cut body says so by its missing bytes
+    out.drop()
+    handler._headers_buffer = []  # a 200 that stock has queued, and not sent
+    send(handler, error.status, body, error.retry_after, out.raw)
+
+
+def send(handler: Any, status: int, body: bytes, retry_after: int | None = None, raw: Any = None) -> None:
+    """A whole JSON answer with the server's own CORS headers."""
+    handler.send_response(status)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Length", str(len(body)))
+    if retry_after is not None:
+        handler.send_header("Retry-After", str(retry_after))
+    handler._set_cors_headers()
+    handler._headers_buffer.append(b"\r\n")
+    headers, handler._headers_buffer = b"".join(handler._headers_buffer), []
+    (raw or handler.wfile).write(headers + body)
