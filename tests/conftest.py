@@ -25,7 +25,9 @@ class FaultyModel:
 
     def __init__(self, folder: Path, **fault: object) -> None:
         self.trigger = folder.with_suffix(".trigger")
-        self.path = tiny_model.make(folder, model_file="model.py", fault={"trigger": str(self.trigger), **fault})
+        self.counted = folder.with_suffix(".counted")
+        files = {"trigger": str(self.trigger), "counted": str(self.counted)}
+        self.path = tiny_model.make(folder, model_file="model.py", fault=files | fault)
         shutil.copy(Path(__file__).with_name("faulty_model.py"), folder / "model.py")
         self.args = ("--trust-remote-code",)
 

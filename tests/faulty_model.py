@@ -1,6 +1,7 @@
 """A tiny llama that misbehaves in its forward pass, as real models have: mlx_lm loads it as the folder's `model_file`.
 
-config.json holds {"fault": {"kind": KIND, "trigger": PATH}}: the fault happens once the file PATH exists.
+config.json holds {"fault": {"kind": KIND, "trigger": PATH, ...}}: the fault happens once the file PATH exists. `delay`,
+`prefill_delay` and `load_delay` are seconds; `count` has each forward add a byte to the file `counted`.
 """
 
 import ctypes
@@ -12,6 +13,8 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.models import llama
 
+END = 256  # the token of the end of text
+
 
 class OwnBaseException(BaseException):
     pass
@@ -22,9 +25,12 @@ class ModelArgs(llama.ModelArgs):
     fault: dict = field(default_factory=dict)
 
 
-def misbehave(kind):
+def misbehave(kind, trigger):
     if kind == "sleep":
         time.sleep(10**6)
+    elif kind == "sleep_while_triggered":
+        while trigger.exists():
+            time.sleep(0.05)
     elif kind == "hold_gil":
         ctypes.PyDLL(None).sleep(10**6)
     elif kind == "out_of_threads":
@@ -45,12 +51,16 @@ class Model(llama.Model):
     def __init__(self, args):
         super().__init__(args)
         self._fault = args.fault
+        time.sleep(self._fault.get("load_delay", 0))
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, inputs, *args, **kwargs):
         fault = self._fault
         here = mx.distributed.init().rank()
         if Path(fault["trigger"]).exists() and fault.get("rank", here) == here:
-            misbehave(fault["kind"])
-        if "delay" in fault:
-            time.sleep(fault["delay"])
-        return super().__call__(*args, **kwargs)
+            misbehave(fault["kind"], Path(fault["trigger"]))
+        if fault.get("count"):
+            with Path(fault["counted"]).open("a") as counted:
+                counted.write(".")
+        time.sleep(fault.get("delay", 0) if inputs.shape[1] == 1 else fault.get("prefill_delay", fault.get("delay", 0)))
+        logits = super().__call__(inputs, *args, **kwargs)
+        return mx.where(mx.arange(logits.shape[-1]) == END, -1e9, logits)  # it never ends by itself

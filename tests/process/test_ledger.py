@@ -1,0 +1,299 @@
+"""No request hangs: models that raise, block, hold the GIL or deliver to everybody but one; and what clients are told."""
+
+from __future__ import annotations
+
+import json
+import stat
+import textwrap
+import time
+
+import openai
+import pytest
+from harness import Inconclusive, Server, Stream, expect_zombie, wait_until
+
+SHORT = {"MLX_SHIM_DECODE_STALL": "4s", "MLX_SHIM_PREFILL_STALL": "6s"}
+
+
+def fatal_line(server):
+    (said,) = [x for x in server.shim_lines() if "fatal:" in x]
+    return said
+
+
+def error_of(stream):
+    """The error a stream ended with: as its status, or as its last event."""
+    if stream.status != 200:
+        assert stream.headers["Content-Type"] == "application/json"
+        return json.loads(stream.lines[-1])["error"]
+    last = list(stream.events)[-1]
+    assert "error" in last, stream.lines[-3:]
+    return last["error"]
+
+
+def test_a_death_with_streams_open_and_requests_queued(line, faulty, tmp_path):
+    model = faulty(kind="RuntimeError", delay=0.03)
+    environ = {"MLX_SHIM_REPORT_DIR": str(tmp_path / "reports")}
+    args = (*model.args, "--decode-concurrency", "4", "--prompt-concurrency", "1")
+    with Server(line, model.path, tmp_path / "log", args=args, environ=environ) as server:
+        server.ready()
+        started = [Stream(server, {"prompt": f"secret {n}", "max_tokens": 2000}) for n in range(4)]
+        for stream in started:
+            assert stream.first.wait(30)
+        queued = [Stream(server, {"prompt": f"secret {n}", "max_tokens": 2000}) for n in range(3)]
+        time.sleep(1)
+        model.fire()
+        fired = time.monotonic()
+        assert server.wait_exit(30) == 70
+        print(f"{line}: {time.monotonic() - fired:.2f} s from the fault to the exit, seven clients told")
+    for stream in started:
+        stream.join()
+        assert stream.status == 200
+        assert not stream.done, "a cut answer must not look complete"
+        assert error_of(stream)["code"] == "engine_dead"
+    for stream in queued:
+        stream.join()
+        assert stream.status == 503
+        assert stream.headers["Retry-After"] == "10"
+        assert error_of(stream)["type"] == "server_error"
+    assert "7 in flight" in fatal_line(server)
+    check_report(tmp_path / "reports", "secret")
+
+
+def check_report(folder, secret):
+    (report,) = folder.iterdir()
+    assert stat.S_IMODE(report.stat().st_mode) == 0o600
+    text = report.read_text()
+    assert secret not in text, "never a prompt"
+    content = json.loads(text)
+    assert content["exit"] == 70
+    assert content["exception"] == "RuntimeError: the model's forward failed"
+    assert any("in misbehave" in frame for frame in content["traceback"])
+    assert content["in_flight"] == 7
+    assert sorted(r["phase"] for r in content["requests"]).count("decode") == 4
+    assert all(r["tokens"] > 0 for r in content["requests"] if r["phase"] == "decode")
+    assert content["guards"]["stall"] == "active"
+    assert content["memory"]["peak_resident"] > 10**7
+    assert any(
+        "misbehave" in frame or "_generate" in frame for frames in content["threads"].values() for frame in frames
+    )
+
+
+def test_control_stock_cuts_streams_without_a_word_or_hangs(line, faulty, tmp_path):
+    model = faulty(kind="RuntimeError", delay=0.03)
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ={"MLX_SHIM": "0"}) as server:
+        stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 2000})
+        assert stream.first.wait(30)
+        model.fire()
+        stream.thread.join(8)
+        said = any("error" in e for e in stream.events)
+        if said or not server.alive:
+            raise Inconclusive(f"stock told its client: {stream.lines[-2:]}")
+
+
+def test_a_forward_that_sleeps_for_ever_is_a_stall(line, faulty, tmp_path):
+    """Blocked in native code at 0 % CPU."""
+    model = faulty(kind="sleep")
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ=SHORT) as server:
+        stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 50_000})
+        assert stream.first.wait(30)
+        model.fire()
+        fired = time.monotonic()
+        assert server.wait_exit(60) == 70
+        print(f"{line}: {time.monotonic() - fired:.1f} s from the block to the exit, with a limit of 4 s")
+        assert error_of(stream.join())["code"] == "engine_stalled"
+        assert "stalled: request" in fatal_line(server)
+        assert "(decode, " in fatal_line(server)
+        assert "misbehave" in fatal_line(server), "the verdict names the frame at fault"
+        assert "in misbehave\n" in server.text(), "and so does the dump of all stacks"
+        assert "Thread 0x" in server.text()
+    model.trigger.unlink()
+    with Server(line, model.path, tmp_path / "off", args=model.args, environ=SHORT | {"MLX_SHIM_STALL": "0"}) as server:
+        server.ready()
+        model.fire()
+        server.send_and_leave({"prompt": "x"})
+        time.sleep(8)
+        expect_zombie(server)
+
+
+def test_a_prefill_that_never_ends_is_a_stall(line, faulty, tmp_path):
+    model = faulty(kind="sleep")
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ=SHORT) as server:
+        server.ready()
+        model.fire()
+        first = Stream(server, {"prompt": "x" * 50, "max_tokens": 5})
+        second = Stream(server, {"prompt": "y", "seed": 1, "max_tokens": 5})  # waits for the batch to end
+        assert server.wait_exit(60) == 70
+        for stream in (first, second):
+            assert stream.join().status == 503, "no byte of a body has gone out: the status tells"
+            assert error_of(stream)["code"] == "engine_stalled"
+
+
+def test_dump_reports_once_an_episode_and_lives(line, faulty, tmp_path):
+    model = faulty(kind="sleep_while_triggered")
+    environ = SHORT | {"MLX_SHIM_ON_STALL": "dump"}
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
+        stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 500})
+        assert stream.first.wait(30)
+        for episode in (1, 2):
+            model.fire()
+            assert wait_until(lambda: server.get("/health")[1]["status"] == "stalled", 30)
+            time.sleep(2)
+            assert sum("stalled: request" in x for x in server.shim_lines()) == episode
+            assert server.get("/health")[0] == server.get("/health/live")[0] == server.get("/health/ready")[0] == 503
+            assert server.get("/v1/models")[0] == 503
+            model.trigger.unlink()
+            assert wait_until(lambda: server.get("/health")[1]["status"] == "ok", 30)
+            stream = Stream(server, {"prompt": "x", "max_tokens": 100_000})
+            stream.first.wait(30)
+        assert server.alive
+
+
+def test_a_frozen_interpreter_ends_with_1(line, faulty, tmp_path):
+    model = faulty(kind="hold_gil")
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ={"MLX_SHIM_GIL_DEADLINE": "3s"}) as server:
+        server.ready()
+        time.sleep(4)
+        model.fire()
+        server.send_and_leave({"prompt": "x"})
+        assert server.wait_exit(60) == 1
+        assert "Timeout (0:00:03)!" in server.text()
+        assert "in misbehave\n" in server.text()
+    model.trigger.unlink()
+    environ = {"MLX_SHIM_GIL_DEADLINE": "3s", "MLX_SHIM_FROZEN_INTERPRETER": "0"}
+    with Server(line, model.path, tmp_path / "off", args=model.args, environ=environ) as server:
+        server.ready()
+        model.fire()
+        server.send_and_leave({"prompt": "x"})
+        time.sleep(7)
+        expect_zombie(server)
+
+
+def test_somebody_elses_use_of_the_timer_is_respected(line, tiny, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+        import faulthandler, threading, mlx_lm.server
+        threading.Timer(3, lambda: faulthandler.dump_traceback_later(2, exit=False)).start()
+        mlx_lm.server.main()
+    """)
+    )
+    with Server(
+        line, tiny, tmp_path / "log", entry=(str(program),), environ={"MLX_SHIM_GIL_DEADLINE": "60s"}
+    ) as server:
+        server.ready()
+        assert wait_until(lambda: "Timeout (0:00:02)!" in server.text(), 30)
+        assert any("uses faulthandler.dump_traceback_later itself" in x for x in server.shim_lines())
+        assert server.alive
+
+
+LIVELOCK = """
+    import mlx_lm.server as server
+    stock = server.BatchGenerator.next
+    dropped = []
+    steps = 0
+    def next(self):  # a request that has had some tokens gets no other; everybody else is served
+        global steps
+        prompts, tokens = stock(self)
+        steps += bool(tokens)
+        if steps == 30:
+            dropped.append(tokens[0].uid)
+        return prompts, [t for t in tokens if t.uid not in dropped]
+    server.BatchGenerator.next = next
+    server.main()
+"""
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_livelock_that_starves_one_request(line, faulty, tmp_path, guarded):
+    """The loop steps, prompts of others report progress and get their tokens, and one request gets nothing."""
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(LIVELOCK))
+    model = faulty(kind="none", delay=0.02)
+    environ = SHORT if guarded else SHORT | {"MLX_SHIM_STALL": "0"}
+    with Server(line, model.path, tmp_path / "log", args=model.args, entry=(str(program),), environ=environ) as server:
+        server.ready()
+        victim = Stream(server, {"prompt": "victim", "max_tokens": 100_000})
+        assert victim.first.wait(30)
+        others = [Stream(server, {"prompt": "y" * 300, "max_tokens": 100}) for _ in range(4)]
+        started = time.monotonic()
+        while server.alive and time.monotonic() - started < 15:
+            others = [
+                o if o.thread.is_alive() else Stream(server, {"prompt": "y" * 300, "max_tokens": 100}) for o in others
+            ]
+            time.sleep(0.05)
+        if guarded:
+            assert server.wait_exit(30) == 70
+            assert "no token for" in fatal_line(server)
+            assert "deliveries went to others" in fatal_line(server)
+            assert error_of(victim.join())["code"] == "engine_stalled"
+        elif not server.alive or not victim.thread.is_alive():
+            raise Inconclusive("the livelock did not last without the guard")
+
+
+@pytest.mark.parametrize("seed", [{}, {"seed": 1}], ids=["batched", "sequential"])
+def test_a_request_timeout_ends_that_request_alone(line, faulty, tmp_path, seed):
+    model = faulty(kind="none", delay=0.02)
+    environ = {"MLX_SHIM_REQUEST_TIMEOUT": "3s"}
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
+        server.ready()
+        status, answer = server.post({"prompt": "x", "max_tokens": 100_000, **seed})
+        assert (status, answer["error"]["code"]) == (504, "request_timeout")
+        stream = Stream(server, {"prompt": "x", "max_tokens": 100_000, **seed}).join()
+        assert stream.status == 200
+        assert not stream.done
+        assert error_of(stream)["code"] == "request_timeout"
+        assert server.post({"prompt": "x", "max_tokens": 10})[0] == 200
+        assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 0, 5)
+
+
+def test_a_waiter_on_a_dead_engine_is_told(line, tiny, tmp_path):
+    """With the exit turned off, the engine is dead and the process lives: no request hangs all the same."""
+    environ = {"MLX_SHIM_GENERATION_DEATH": "0"}
+    with Server(line, tiny, tmp_path / "log", environ=environ) as server:
+        server.ready()
+        dying = Stream(server, {"prompt": ""}).join(20)
+        assert error_of(dying)["code"] == "engine_dead"
+        assert not dying.done
+        status, answer = server.post({"prompt": "x"}, timeout=10)
+        assert (status, answer["error"]["code"]) == (503, "engine_dead")
+        assert server.get("/health")[1]["status"] == "dead"
+        assert server.get("/health/live")[0] == server.get("/v1/models")[0] == 503
+
+
+def test_the_openai_client(line, faulty, tmp_path):
+    """Its exception classes and its retries: 503 is retried, 400 is not, an error event raises."""
+    model = faulty(kind="RuntimeError", delay=0.02)
+    with Server(
+        line, model.path, tmp_path / "log", args=model.args, environ={"MLX_SHIM_WHILE_LOADING": "reject"}
+    ) as server:
+        server.ready()
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=2)
+        done = client.completions.create(model="default_model", prompt="x", max_tokens=3)
+        assert done.usage.completion_tokens == 3
+        before = server.text().count("POST /v1/chat/completions")
+        with pytest.raises(openai.BadRequestError) as bad:
+            client.chat.completions.create(model="default_model", messages=[{"content": "no role"}], max_tokens=3)
+        assert bad.value.code == "invalid_request"
+        assert server.text().count("POST /v1/chat/completions") == before + 1, "a 400 is not tried again"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="/no/such/model", prompt="x")
+        client.completions.create(model="default_model", prompt="x", max_tokens=1)  # loads it again; served alone
+        stream = client.completions.create(model="default_model", prompt="x", max_tokens=5000, stream=True)
+        with pytest.raises(openai.APIError) as cut:
+            for n, _ in enumerate(stream):
+                if n == 3:
+                    model.fire()
+        assert cut.value.code == "engine_dead"
+        assert server.wait_exit(30) == 70
+
+
+def test_the_openai_client_retries_a_503(line, tiny, tmp_path):
+    with Server(line, tiny, tmp_path / "log", environ={"MLX_SHIM_GENERATION_DEATH": "0"}) as server:
+        server.ready().send_and_leave({"prompt": ""})
+        assert wait_until(lambda: server.get("/health")[1]["status"] == "dead", 10)
+        assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 0, 10)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=1)
+        before = server.text().count("POST /v1/completions")
+        with pytest.raises(openai.InternalServerError) as dead:
+            client.completions.create(model="default_model", prompt="x")
+        assert dead.value.status_code == 503
+        assert server.text().count("POST /v1/completions") == before + 2

@@ -1,0 +1,49 @@
+"""/health and /v1/models tell what is true. (Loading, stalled and dead are also in the tests of what brings them about.)"""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from harness import Inconclusive, Server, Stream, wait_until
+
+OFF = {"MLX_SHIM_UNTRUTHFUL_HEALTH": "0"}
+
+
+def test_what_it_says_when_all_is_well(line, tiny, tmp_path):
+    with Server(line, tiny, tmp_path / "log") as server:
+        stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 3000})
+        assert stream.first.wait(30)
+        status, body = server.get("/health")
+        assert status == 200
+        assert body["status"] == "ok"
+        assert body["in_flight"] >= 0
+        assert body["seconds_since_delivery"] is not None
+        assert body["uptime"] > 0
+        assert body["guards"]["generation_death"] == "active"
+        assert server.get("/health?x=1")[0] == server.get("/health/live")[0] == server.get("/health/ready")[0] == 200
+
+
+def test_draining(line, faulty, tmp_path):
+    """SIGINT while a request is served alone: stock waits for it, and says ok meanwhile."""
+    model = faulty(kind="none", delay=0.05)
+    with Server(line, model.path, tmp_path / "log", args=model.args) as server:
+        stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 100, "seed": 1})
+        assert stream.first.wait(30)
+        connection = server.connect()
+        connection.connect()
+        time.sleep(0.2)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        assert answer.status == 503
+        assert b"draining" in answer.read()
+
+
+def test_control_stock_says_ok_while_the_model_loads(line, faulty, tmp_path):
+    model = faulty(kind="none", load_delay=10)
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ=OFF) as server:
+        assert wait_until(lambda: "Starting httpd" in server.text(), 60)
+        if server.get("/health") != (200, {"status": "ok"}):
+            raise Inconclusive(f"stock says {server.get('/health')}")
