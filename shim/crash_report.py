@@ -18,29 +18,39 @@ from .engine import engine
 
 KEPT = 20  # the newest so many reports stay
 _NAME = "mlx-lm-shim-"
+RUN = 10  # characters in a row that a message may not share with a request
+_LOOKED_AT = 200_000  # characters of each text of a request
 
 
-def ledger_facts() -> dict[str, Any]:
-    """The requests and counters as they are now."""
+def facts(reason: str, error: BaseException | None) -> dict[str, Any]:
+    """What only the living engine knows: the requests as they are now, and the reason without anything of theirs."""
+    known = [*list(engine.entries.values()), *list(engine.leaving.values())]
+    theirs = [text for entry in known for text in _texts(getattr(entry.request, "__dict__", entry.request))]
     return {
+        "reason": _without(theirs, reason),
+        "exception": f"{type(error).__name__}: {_without(theirs, error)}" if error else None,
         "in_flight": engine.in_flight,
         "counters": dict(engine.counters),
         "deliveries": engine.deliveries,
         "since_delivery_s": round(engine.clock - engine.delivered, 3),
-        "requests": [entry.describe(engine.clock) for entry in list(engine.entries.values())],
+        "requests": [entry.describe(engine.clock) for entry in known],
     }
 
 
-def write(status: int, reason: str, error: BaseException | None, facts: dict[str, Any]) -> None:
+def write(status: int, error: BaseException | None, known: dict[str, Any]) -> None:
     """Write the report whole or not at all, readable by its owner only. Raises OSError."""
     folder = Path(settings.current.report_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_content(status, reason, error) | facts, indent=1)
+    text = json.dumps(known | _content(status, error), indent=1)
     handle, scratch = tempfile.mkstemp(prefix=".", dir=folder)  # made with mode 0600
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-    os.rename(scratch, folder / f"{_NAME}{stamp}-{os.getpid()}-{time.monotonic_ns()}.json")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        os.rename(scratch, folder / f"{_NAME}{stamp}-{os.getpid()}-{time.monotonic_ns()}.json")
+    except OSError:
+        Path(scratch).unlink(missing_ok=True)
+        raise
     for old in sorted(folder.glob(f"{_NAME}*.json"), key=lambda p: p.stat().st_mtime_ns)[:-KEPT]:
         old.unlink(missing_ok=True)
 
@@ -51,10 +61,9 @@ def stack(thread_id: int | None) -> list[str]:
     return [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack(frame)] if frame else []
 
 
-def _content(status: int, reason: str, error: BaseException | None) -> dict[str, Any]:
+def _content(status: int, error: BaseException | None) -> dict[str, Any]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
-        "reason": _redact(report.one_line(reason)),
         "exit": status,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "pid": os.getpid(),
@@ -67,18 +76,20 @@ def _content(status: int, reason: str, error: BaseException | None) -> dict[str,
         },
         "guards": {name: str(state) for name, state in report.states.items()},
         "traceback": traceback.format_list(traceback.extract_tb(error.__traceback__)) if error else [],
-        "exception": _redact(f"{type(error).__name__}: {report.one_line(error)}") if error else None,
         "memory": _memory(),
         "threads": {names.get(ident, str(ident)): stack(ident) for ident in sys._current_frames()},
     }
 
 
-def _redact(text: str) -> str:
-    """`text` without what requests in flight brought: an exception's message may quote it."""
-    for entry in list(engine.entries.values()):
-        for theirs in _texts(vars(entry.request) if hasattr(entry.request, "__dict__") else entry.request):
-            text = text.replace(theirs, "[…]")
-    return text
+def _without(theirs: list[str], message: object) -> str:
+    """`message` on one line, or that it is withheld: it shares a run of characters with what a request brought."""
+    flat = report.one_line(message)
+    runs = {flat[i : i + RUN] for i in range(len(flat) - RUN + 1)}
+    for text in theirs:
+        short = " ".join(text[:_LOOKED_AT].split())
+        if (len(short) < RUN and short in flat) or any(run in short for run in runs):
+            return "[withheld: it quotes a request; the log has it]"
+    return flat
 
 
 def _texts(value: Any) -> list[str]:

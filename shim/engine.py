@@ -17,6 +17,9 @@ DECODE: Phase = "decode"  # its prompt is complete: every step of the engine owe
 FINISHED: Phase = "finished"  # nothing more will be put on its queue
 
 
+Outcome = Literal["finished", "failed", "abandoned", "timed_out"]
+
+
 class Entry:
     """One request in the ledger, from `ResponseGenerator.generate` until its handler is done.
 
@@ -25,8 +28,8 @@ class Entry:
     """
 
     __slots__ = (
-        "context", "handler", "id", "last", "mark", "opened", "phase", "processed", "progressed", "queue", "request",
-        "stopped", "tokens", "total", "uid",
+        "context", "handler", "id", "last", "mark", "opened", "outcome", "phase", "processed", "progressed", "queue",
+        "request", "step", "stopped", "tokens", "total",
     )  # fmt: skip
 
     def __init__(self, number: int, request: Any, handler: Any, clock: float) -> None:
@@ -37,14 +40,15 @@ class Entry:
         self.phase: Phase = QUEUED
         self.last = clock  # when something useful was last delivered, by the engine's clock
         self.mark = 0  # the engine's count of deliveries right after that
+        self.step = 0  # and of its completed steps
         self.processed = 0  # prompt tokens
         self.total = 0
         self.progressed = False  # whether its prompt has been seen to advance
         self.tokens = 0
         self.context: Any = None  # the stock GenerationContext, once there is one
         self.queue: Any = None
-        self.uid: int | None = None  # its number in the BatchGenerator
         self.stopped = False
+        self.outcome: Outcome | None = None
 
     def describe(self, clock: float) -> dict[str, Any]:
         """Numbers for a report; no prompt, no completion."""
@@ -65,19 +69,24 @@ class Engine:
         self.booting = False  # the default model, that of --model, is being loaded
         self.loading = 0  # > 0 while a model is being loaded, at boot or for a request
         self.single = False  # the generation thread serves one request alone, in the loop itself
+        self.tokenizing = False  # the generation thread turns somebody's text into tokens
         self.inserting: Entry | None = None  # whose sequence goes into the batch next
         self.running = 0  # calls of the server's `run` under way
         self.runner: threading.Thread = threading.main_thread()  # who called it last
         self.run_error: BaseException | None = None  # what ended it
         self.ending: ShimError | None = None  # what waiting clients are told, once the process is about to end
         self.stalled: str | None = None  # the verdict, while MLX_SHIM_ON_STALL=dump lets a stall be
+        self.steps = 0  # of the batch, completed: each owes a token to every request in decode
         # Seconds of the engine's own clock: the watchdog advances it, and lets it rest while a model loads, while the
         # server stops, and while the process itself did not run (suspended, or asleep with the machine).
         self.clock = 0.0
         self.deliveries = 0
         self.delivered = 0.0  # when, by the clock
+        # Each request is counted once more under its outcome. A request answered 400 is one that failed.
         self.counters = {"requests": 0, "finished": 0, "failed": 0, "abandoned": 0, "timed_out": 0}
         self.entries: dict[int, Entry] = {}
+        # Those whose handler is done while the generation thread is not: computed for nobody, until it lets go of them.
+        self.leaving: dict[int, Entry] = {}
         self.serving: dict[int, float] = {}
         self.local = threading.local()  # .handler: whom this thread serves; .entry: the request it is opening
         self._numbers = itertools.count(1)
@@ -126,15 +135,23 @@ class Engine:
     def open(self, request: Any, handler: Any) -> Entry:
         """A new entry of the ledger."""
         entry = Entry(next(self._numbers), request, handler, self.clock)
-        entry.mark = self.deliveries
+        entry.mark, entry.step = self.deliveries, self.steps
         self.counters["requests"] += 1
         self.entries[entry.id] = entry
         return entry
 
     def close(self, entry: Entry) -> None:
         """The handler is done with it: whatever is still generated for it is for nobody."""
+        if self.entries.pop(entry.id, None) is None:
+            return
+        if entry.phase != FINISHED:
+            self.leaving[entry.id] = entry
         self.stop(entry)
-        self.entries.pop(entry.id, None)
+        self.counters[entry.outcome or "abandoned"] += 1
+
+    def let_go(self, entry: Entry) -> None:
+        """The generation thread has nothing more to do with it."""
+        self.leaving.pop(entry.id, None)
 
     def stop(self, entry: Entry) -> None:
         """Have its generation stopped, wherever it is; others go on."""
@@ -152,11 +169,13 @@ class Engine:
                 for index, item in enumerate(requests.queue):
                     if item[0] is entry.queue:
                         del requests.queue[index]
+                        self.let_go(entry)
                         break
 
     def entry_of(self, request: Any) -> Entry | None:
         """The entry of a stock CompletionRequest, by identity."""
-        return next((e for e in list(self.entries.values()) if e.request is request), None)
+        known = [*list(self.entries.values()), *list(self.leaving.values())]
+        return next((entry for entry in known if entry.request is request), None)
 
     def fail_waiting(self, error: ShimError) -> None:
         """Wake every waiting handler with `error`."""
@@ -164,6 +183,12 @@ class Engine:
         for entry in list(self.entries.values()):
             if entry.queue is not None:
                 entry.queue.fail(error)
+
+    def wait_for_handlers(self, seconds: float) -> None:
+        """Let the handlers write their last words, for at most so long."""
+        deadline = time.monotonic() + seconds
+        while self.serving and time.monotonic() < deadline:
+            threading.Event().wait(0.005)
 
 
 engine = Engine()

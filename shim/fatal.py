@@ -48,7 +48,7 @@ def end(
     deadline = time.monotonic() + settings.current.exit_grace
     _status = status
     _verdict = f"fatal: {reason}; {engine.in_flight} in flight; up {engine.uptime:.1f} s; exit {status}"
-    facts = crash_report.ledger_facts()  # before the clients are told, and their entries close
+    facts = crash_report.facts(reason, error)  # before the clients are told, and their entries close
     _begun.set()
     try:
         _attempt("tell the clients", lambda: engine.fail_waiting(tell or errors.engine_dead()))
@@ -56,12 +56,11 @@ def end(
             _attempt("show the traceback", show)
         _say()
         if settings.current.report_dir:
-            _attempt("write the crash report", lambda: crash_report.write(status, reason, error, facts))
+            _attempt("write the crash report", lambda: crash_report.write(status, error, facts))
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-        while engine.serving and time.monotonic() < deadline:
-            threading.Event().wait(0.005)  # the handlers are writing their last words
+        engine.wait_for_handlers(deadline - time.monotonic())
     finally:
         os._exit(status)
 

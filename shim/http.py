@@ -64,6 +64,7 @@ def send(handler: Any, status: int, body: bytes, retry_after: int | None = None,
     if retry_after is not None:
         handler.send_header("Retry-After", str(retry_after))
     handler._set_cors_headers()
-    handler._headers_buffer.append(b"\r\n")
-    headers, handler._headers_buffer = b"".join(handler._headers_buffer), []
+    lines = getattr(handler, "_headers_buffer", [])  # there is none for a client that speaks HTTP/0.9
+    headers = b"".join(lines) + b"\r\n" if lines else b""
+    handler._headers_buffer = []
     (raw or handler.wfile).write(headers + body)

@@ -42,6 +42,7 @@ class ResponseQueue(queue.Queue[Any]):
             entry.phase = DECODE
             entry.last = engine.delivered = engine.clock
             entry.mark = engine.deliveries = engine.deliveries + 1
+            entry.step = engine.steps
         elif kind is tuple:
             self._note_progress(*item)
         elif item is None or isinstance(item, BaseException):
@@ -73,18 +74,24 @@ class ResponseQueue(queue.Queue[Any]):
     def _note_end(self, item: Any) -> None:
         entry = self._entry
         entry.phase = FINISHED
-        engine.counters["finished" if item is None else "failed"] += 1
+        if entry.outcome is None and not entry.stopped:
+            entry.outcome = "finished" if item is None else "failed"
+        if item is not None and not hasattr(item, "_shim_origin"):
+            item._shim_origin = "engine"  # for the handler, which raises it among its own
         self._delivered()
+        engine.let_go(entry)
         if entry.handler is None:
-            engine.entries.pop(entry.id, None)  # a program called `generate` itself: no handler will close it
+            engine.close(entry)  # a program called `generate` itself: no handler will
 
     def _delivered(self) -> None:
         entry = self._entry
         entry.last = engine.delivered = engine.clock
         entry.mark = engine.deliveries = engine.deliveries + 1
+        entry.step = engine.steps
 
     def fail(self, error: ShimError) -> None:
         """Wake the waiter with `error`: the stock server raises what it finds on its queue."""
+        self._entry.outcome = self._entry.outcome or "failed"
         queue.Queue.put(self, error)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:

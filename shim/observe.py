@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import fatal, ledger, patch, report, watchdog
-from .engine import engine
+from .engine import Entry, engine
 
 
 def install(server: Any, on_start: Callable[[], None]) -> None:
@@ -44,6 +44,11 @@ def install(server: Any, on_start: Callable[[], None]) -> None:
     patch.wrap(server, "ResponseGenerator.__init__", starts)
     patch.wrap(server, "ResponseGenerator.generate", _generate)
     patch.wrap(server, "ResponseGenerator._serve_single", _serve_single)
+    patch.wrap(server, "ResponseGenerator._tokenize", _tokenize)
+    patch.wrap(server, "BatchGenerator.insert_segments", _insert_segments)
+    patch.wrap(server, "BatchGenerator.next", _next)
+    patch.wrap(server, "BatchGenerator.remove", _remove)
+    patch.wrap(server, "BatchGenerator.close", _close)
     patch.wrap(server, "ModelProvider.load_default", _load_default)
     patch.wrap(server, "ModelProvider._load", _load)
     patch.wrap(server, "APIHandler.handle_completion", _handle_completion)
@@ -80,6 +85,54 @@ def _serve_single(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     finally:
         engine.single = False
+        engine.leaving.clear()  # there is no batch beside it
+
+
+def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    engine.tokenizing = True
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        engine.tokenizing = False
+
+
+def entries_of(batch: Any) -> dict[int, Entry]:
+    """The requests in a BatchGenerator, by their uid there."""
+    entries: dict[int, Entry] = batch.__dict__.setdefault("_shim_entries", {})
+    return entries
+
+
+def _insert_segments(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Remember whose sequence this is: the entry whose context was put on its queue just before."""
+    uids = wrapped(*args, **kwargs)
+    entry, engine.inserting = engine.inserting, None
+    if entry is not None and len(uids) == 1:
+        entries_of(instance)[uids[0]] = entry
+    return uids
+
+
+def _next(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    prompts, tokens = wrapped(*args, **kwargs)
+    engine.steps += 1
+    for response in tokens:
+        if response.finish_reason is not None:
+            entries_of(instance).pop(response.uid, None)
+    return prompts, tokens
+
+
+def _remove(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    for uid in args[0] if args else kwargs.get("uids", ()):
+        entry = entries_of(instance).pop(uid, None)
+        if entry is not None:
+            engine.let_go(entry)
+    return result
+
+
+def _close(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    for entry in entries_of(instance).values():
+        engine.let_go(entry)
+    return wrapped(*args, **kwargs)
 
 
 def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -90,6 +143,7 @@ def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     try:
         result = wrapped(*args, **kwargs)
     except BaseException:
+        entry.outcome = entry.outcome or "failed"
         engine.close(entry)
         raise
     finally:

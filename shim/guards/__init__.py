@@ -23,6 +23,9 @@ GUARDS = (
     "frozen_interpreter",
     "error_status",
     "untruthful_health",
+    "arrays_cache",
+    "batch_offset",
+    "pinned_batch",
 )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 from .. import errors, http, patch, report
@@ -54,6 +55,7 @@ def _marking(origin: str) -> patch.Wrapper:
             return wrapped(*args, **kwargs)
         except Exception as error:
             error.__dict__.setdefault("_shim_origin", origin)
+            error.__dict__.setdefault("_shim_named", args)
             raise
 
     return wrapper
@@ -106,15 +108,23 @@ def _translate(cause: BaseException) -> ShimError:
     if isinstance(cause, ShimError):
         return cause
     origin = getattr(cause, "_shim_origin", None)
-    text = report.one_line(cause) or type(cause).__name__
+    what = f"{type(cause).__name__}: {report.one_line(cause)}"
     if origin == "tokenize":
-        return ShimError(
-            400, "invalid_request", f"the request cannot be turned into a prompt: {type(cause).__name__}: {text}"
-        )
+        return ShimError(400, "invalid_request", f"the request cannot be turned into a prompt: {what}")
     if origin == "load":
-        if any(kind.__name__ in _NO_SUCH_MODEL for kind in type(cause).__mro__):
-            return ShimError(404, "model_not_found", text)
-        return ShimError(500, "model_load_failed", f"the model could not be loaded: {type(cause).__name__}: {text}")
+        return _translate_load(cause, what)
     if engine.generation_is_over or engine.ending is not None:
         return engine.ending or errors.engine_dead()
-    return ShimError(500, "generation_failed", f"the generation failed: {type(cause).__name__}: {text}")
+    if origin is None:  # the handler's own
+        return ShimError(500, "internal_error", f"the answer could not be made: {what}")
+    return ShimError(500, "generation_failed", f"the generation failed: {what}")
+
+
+def _translate_load(cause: BaseException, what: str) -> ShimError:
+    named = getattr(cause, "_shim_named", ())
+    if any(name is not None and not isinstance(name, str) for name in named):
+        return ShimError(400, "invalid_request", "model, adapters and draft_model are names: strings")
+    missing = any(kind.__name__ in _NO_SUCH_MODEL for kind in type(cause).__mro__)
+    if missing and not all(Path(name).exists() for name in named if name not in (None, "default_model")):
+        return ShimError(404, "model_not_found", report.one_line(cause))
+    return ShimError(500, "model_load_failed", f"the model could not be loaded: {what}")

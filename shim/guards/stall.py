@@ -17,14 +17,17 @@ from . import require
 UPSTREAM = "mlx-lm 1493, 1505, 1598, 1672, 1834"
 MODULE = "mlx_lm.server"
 
-# Deliveries to others since a request's own last one that prove a completed step of the engine: one step delivers at
-# most 8 prompts' progress before the tokens of those in decode.
+# Steps of the batch completed since a request's last token that prove it was starved: its own may have been the last
+# thing but one to be handed out.
+STEPS = 2
+# Where steps cannot be seen (a BatchGenerator of another make): deliveries to others that prove as much.
 OTHERS = 20
 # Seconds a verdict must hold: the watchdog may look while a step's deliveries are being handed out, one after another.
 CONFIRM = 1.0
 
 _suspects: dict[int, float] = {}
 _paused = 0.0
+_stalled_at = 0  # the count of deliveries then
 
 
 def probe(server: Any) -> None:
@@ -38,7 +41,9 @@ def apply(server: Any) -> None:
 def _check() -> None:
     """Called by the watchdog. The engine's clock rests while nothing can be delivered, so no case here is about that."""
     now = engine.clock
-    entries = [entry for entry in list(engine.entries.values()) if entry.phase != FINISHED]
+    # A request whose client has left counts until the engine lets go of it: it may be what the engine is stuck in.
+    known = [*list(engine.entries.values()), *list(engine.leaving.values())]
+    entries = [entry for entry in known if entry.phase != FINISHED]
     _note_pause(entries, now)
     verdicts = {entry.id: (entry, why) for entry in entries if (why := _judge(entry, entries, now))}
     for number in [n for n in _suspects if n not in verdicts]:
@@ -47,7 +52,7 @@ def _check() -> None:
         if now - _suspects.setdefault(number, now) >= CONFIRM:
             _stalled(entry, why)
             return
-    if not verdicts and engine.stalled is not None:
+    if engine.stalled is not None and not verdicts and engine.deliveries > _stalled_at:
         report.line("deliveries have resumed")
         engine.stalled = None
 
@@ -62,26 +67,35 @@ def _note_pause(entries: list[Entry], now: float) -> None:
 
 
 def _judge(entry: Entry, entries: list[Entry], now: float) -> str | None:
-    """Why this request is stalled, in words, or None. Seconds are of the engine's clock."""
-    limits = settings.current
+    """Why this request is stalled, in words, or None. Seconds are of the engine's clock; a limit of 0 is none."""
+    decode, prefill = settings.current.decode_stall, settings.current.prefill_stall
     silence = now - entry.last
     if entry.phase == DECODE:
-        others = engine.deliveries - entry.mark
-        somebody_in_prefill = any(e.phase == PREFILL for e in entries)
-        if silence >= limits.decode_stall and (not somebody_in_prefill or others >= OTHERS):
+        excused = engine.tokenizing or any(e.phase == PREFILL for e in entries)
+        others, steps = engine.deliveries - entry.mark, engine.steps - entry.step
+        starved = steps >= STEPS if engine.steps else others >= OTHERS
+        if decode and silence >= decode and (starved or not excused):
             return f"no token for {silence:.0f} s while {others} deliveries went to others"
-        if silence >= limits.prefill_stall:
+        if prefill and silence >= prefill:
             return f"no token for {silence:.0f} s"
+    elif not prefill or _drafting():
+        return None
     elif entry.phase == PREFILL and entry.progressed:
-        if now - max(entry.last, _paused) >= limits.prefill_stall:
+        if now - max(entry.last, _paused) >= prefill:
             return f"no progress in its prompt for {silence:.0f} s"
-    elif now - max(entry.last, engine.delivered) >= limits.prefill_stall:
+    elif now - max(entry.last, engine.delivered) >= prefill:
         # It waits for its turn, in the server's queue or in the batch: only silence towards everybody counts.
         return f"nothing delivered to anyone for {now - max(entry.last, engine.delivered):.0f} s while it waits"
     return None
 
 
+def _drafting() -> bool:
+    """Whether somebody is served alone beside a draft model: stock reports no progress of such a prompt."""
+    return engine.single and getattr(getattr(engine.generator, "model_provider", None), "draft_model", None) is not None
+
+
 def _stalled(entry: Entry, why: str) -> None:
+    global _stalled_at
     if engine.stalled is not None:
         return  # this episode has been reported
     thread = engine.generation_thread
@@ -89,6 +103,7 @@ def _stalled(entry: Entry, why: str) -> None:
     where = " < ".join(reversed(frames[-3:])) or "unknown"
     verdict = f"stalled: request {entry.id} ({entry.phase}, {entry.tokens} tokens): {why}; the generation thread is in {where}"
     if settings.current.on_stall == "dump":
+        _stalled_at = engine.deliveries
         engine.stalled = verdict
         report.line(verdict)
         _dump()

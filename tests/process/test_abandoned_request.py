@@ -61,6 +61,18 @@ def test_a_client_that_leaves(line, slow, tmp_path, stage):
         assert "Traceback" not in server.text(), "a client that left is no error"
 
 
+def test_a_client_that_sent_more_than_its_request(line, slow, tmp_path):
+    """The end of its connection stands behind those bytes."""
+    with Server(line, slow.path, tmp_path / "log", args=slow.args) as server:
+        gone = server.ready().send_and_leave(LONG)
+        time.sleep(0.5)
+        gone.sendall(b"\r\nGET /health HTTP/1.1\r\n\r\n")
+        time.sleep(1)
+        assert not idle(slow)
+        gone.close()
+        assert wait_until(lambda: idle(slow), BOUND)
+
+
 @pytest.mark.parametrize("stage", ["decode, not streamed", "prefill, alone"])
 def test_control_stock_computes_on(line, slow, tmp_path, stage):
     args = (*slow.args, "--prefill-step-size", "8")

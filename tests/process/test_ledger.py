@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import stat
 import textwrap
 import time
@@ -120,11 +121,59 @@ def test_a_prefill_that_never_ends_is_a_stall(line, faulty, tmp_path):
         server.ready()
         model.fire()
         first = Stream(server, {"prompt": "x" * 50, "max_tokens": 5})
+        time.sleep(1)
         second = Stream(server, {"prompt": "y", "seed": 1, "max_tokens": 5})  # waits for the batch to end
         assert server.wait_exit(60) == 70
         for stream in (first, second):
             assert stream.join().status == 503, "no byte of a body has gone out: the status tells"
             assert error_of(stream)["code"] == "engine_stalled"
+
+
+def test_a_wedged_engine_is_found_though_clients_give_up_sooner(line, faulty, tmp_path):
+    model = faulty(kind="sleep")
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ=SHORT) as server:
+        server.ready()
+        model.fire()
+        started = time.monotonic()
+        while server.alive and time.monotonic() - started < 40:
+            try:
+                server.post({"prompt": "x", "max_tokens": 5}, timeout=1.5)
+            except OSError:
+                pass
+        assert server.wait_exit(5) == 70
+        assert "stalled: request" in fatal_line(server)
+
+
+def test_sigint_leaves_nobody_without_a_word(line, faulty, tmp_path):
+    model = faulty(kind="none", delay=0.05)
+    with Server(line, model.path, tmp_path / "log", args=model.args) as server:
+        stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
+        assert stream.first.wait(30)
+        server.process.send_signal(signal.SIGINT)
+        assert error_of(stream.join())["code"] == "shutting_down"
+        assert not stream.done
+        assert server.wait_exit(30) in (0, -signal.SIGABRT)
+
+
+def test_a_report_does_not_quote_a_request(line, tiny, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+        import mlx_lm.server as server
+        def fail(self, tokenizer, *args, **kwargs):
+            raise SystemExit("cannot handle " + repr("my sec" + "ret prompt"))
+        server.ResponseGenerator._make_state_machine = fail
+        server.main()
+    """)
+    )
+    environ = {"MLX_SHIM_REPORT_DIR": str(tmp_path / "reports")}
+    with Server(line, tiny, tmp_path / "log", entry=(str(program),), environ=environ) as server:
+        assert wait_until(lambda: server.log.exists() and "Starting httpd" in server.text(), 60)
+        server.send_and_leave({"prompt": "my secret prompt"})
+        assert server.wait_exit(30) == 70
+        (report,) = (tmp_path / "reports").iterdir()
+        assert "secret" not in report.read_text()
+        assert json.loads(report.read_text())["exception"].startswith("SystemExit: [withheld")
 
 
 def test_dump_reports_once_an_episode_and_lives(line, faulty, tmp_path):

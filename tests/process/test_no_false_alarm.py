@@ -42,6 +42,32 @@ def test_a_long_prefill_step_of_others_beside_one_in_decode(line, faulty, tmp_pa
         calm(server)
 
 
+def test_many_arrive_during_one_long_step(line, faulty, tmp_path):
+    """Each is taken up between two steps: that is a delivery to it, and no step of the one in decode."""
+    model = faulty(kind="none", prefill_delay=4.0)
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ=FAST) as server:
+        decoding = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
+        assert decoding.first.wait(60)
+        arriving = [Stream(server, {"prompt": f"{n} {'y' * 60}", "max_tokens": 2}) for n in range(24)]
+        for stream in arriving:
+            stream.join()
+        assert decoding.thread.is_alive()
+        calm(server)
+
+
+def test_the_client_of_a_long_prompt_leaves(line, faulty, tmp_path):
+    model = faulty(kind="none", prefill_delay=6.0)
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ=FAST) as server:
+        decoding = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
+        assert decoding.first.wait(60)
+        gone = server.send_and_leave({"prompt": "y" * 200, "max_tokens": 3})
+        time.sleep(1)
+        gone.close()
+        time.sleep(8)
+        assert decoding.thread.is_alive()
+        calm(server)
+
+
 def test_many_queued_behind_one(line, faulty, tmp_path):
     """64 requests wait for one that is served alone for longer than any limit."""
     model = faulty(kind="none", delay=0.05)
@@ -75,8 +101,8 @@ def test_a_model_that_loads_for_longer_than_any_limit(line, faulty, tmp_path):
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=FAST) as server:
         assert wait_until(lambda: "Starting httpd" in server.text(), 60)
         waiting = Stream(server, {"prompt": "x", "max_tokens": 3})
-        assert server.get("/health") == (503, server.get("/health")[1])
-        assert server.get("/health")[1]["status"] == "loading"
+        status, body = server.get("/health")
+        assert (status, body["status"]) == (503, "loading")
         assert server.get("/health/live")[0] == 200
         assert server.get("/health/ready")[0] == 503
         assert waiting.join().done, "a request waits for the model, as with stock"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 
 from harness import Inconclusive, Server, Stream, wait_until
@@ -22,6 +23,14 @@ def test_what_it_says_when_all_is_well(line, tiny, tmp_path):
         assert body["uptime"] > 0
         assert body["guards"]["generation_death"] == "active"
         assert server.get("/health?x=1")[0] == server.get("/health/live")[0] == server.get("/health/ready")[0] == 200
+
+
+def test_an_http_0_9_client(line, tiny, tmp_path):
+    with Server(line, tiny, tmp_path / "log") as server:
+        server.ready()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as s:
+            s.sendall(b"GET /health\r\n\r\n")
+            assert s.recv(10_000).startswith(b'{"status": "ok"')
 
 
 def test_draining(line, faulty, tmp_path):

@@ -154,6 +154,75 @@ def test_a_silent_decode_beside_a_prefill_of_others(engine, request_):
     assert "deliveries went to others" in judge(engine, entry)
 
 
+def test_steps_prove_more_than_deliveries(engine, request_):
+    """Twenty-four requests arrive while one step runs for minutes, or were given the tokens of its last step after it."""
+    engine.steps = 7
+    entry, _ = in_decode(request_)
+    queues = [request_()[1] for _ in range(24)]
+    for responses in queues:
+        responses.put(Context())
+    engine.clock = 590.0
+    engine.steps = 8
+    assert judge(engine, entry) is None, "one more step is under way, or being handed out"
+    engine.steps = 9
+    assert "no token for 590 s" in judge(engine, entry)
+
+
+def test_a_prompt_whose_client_has_left_still_explains_the_silence(engine, request_):
+    engine.steps = 7
+    entry, _ = in_decode(request_)
+    gone, responses = request_()
+    responses.put(Context())
+    engine.close(gone)
+    engine.clock = 200.0
+    known = [*engine.entries.values(), *engine.leaving.values()]
+    assert stall._judge(entry, known, engine.clock) is None
+    assert gone.id in engine.leaving
+    engine.let_go(gone)
+    assert judge(engine, entry) is not None
+
+
+def test_an_engine_stuck_in_a_request_that_was_abandoned(engine, request_, monkeypatch):
+    """Clients that give up sooner than the limit, and try again, must not hide it."""
+    seen = []
+    monkeypatch.setattr(stall, "_stalled", lambda entry, why: seen.append(entry))
+    stuck, _ = in_decode(request_)
+    for second in range(0, 130, 2):
+        engine.clock = float(second)
+        if second == 2:
+            engine.close(stuck)
+        retry, _ = request_()
+        stall._check()
+        engine.close(retry)
+    assert seen[0] is stuck
+
+
+def test_a_limit_of_zero_is_none(engine, request_, monkeypatch):
+    monkeypatch.setattr(settings, "current", settings.Settings(decode_stall=0, prefill_stall=0))
+    entry, _ = in_decode(request_)
+    request_()
+    engine.clock = 10_000.0
+    assert judge(engine, entry) is None
+
+
+def test_tokenizing_for_long_explains_the_silence(engine, request_):
+    entry, _ = in_decode(request_)
+    engine.clock = 200.0
+    engine.tokenizing = True
+    assert judge(engine, entry) is None
+
+
+def test_one_outcome_for_each_request(engine, request_):
+    for end in (None, RuntimeError("boom")):
+        entry, responses = in_decode(request_)
+        responses.put(end)
+        engine.close(entry)
+        engine.close(entry)
+    abandoned, _ = in_decode(request_)
+    engine.close(abandoned)
+    assert engine.counters == {"requests": 3, "finished": 1, "failed": 1, "abandoned": 1, "timed_out": 0}
+
+
 def test_a_silent_decode_for_longer_than_any_prefill(engine, request_):
     entry, _ = in_decode(request_)
     _, others = request_()
