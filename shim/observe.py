@@ -44,6 +44,7 @@ def install(server: Any, on_start: Callable[[], None]) -> None:
     patch.wrap(server, "ResponseGenerator.__init__", starts)
     patch.wrap(server, "ResponseGenerator.generate", _generate)
     patch.wrap(server, "ResponseGenerator._serve_single", _serve_single)
+    patch.wrap(server, "ResponseGenerator._next_request", _next_request)
     patch.wrap(server, "ResponseGenerator._tokenize", _tokenize)
     patch.wrap(server, "BatchGenerator.insert_segments", _insert_segments)
     patch.wrap(server, "BatchGenerator.next", _next)
@@ -86,6 +87,13 @@ def _serve_single(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     finally:
         engine.single = False
         engine.leaving.clear()  # there is no batch beside it
+
+
+def _next_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Stock waits for a request, rather than glance at the queue, where it has nothing else to do."""
+    if (args[0] if args else kwargs.get("timeout")) is not None:
+        engine.leaving.clear()
+    return wrapped(*args, **kwargs)
 
 
 def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

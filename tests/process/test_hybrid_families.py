@@ -88,3 +88,47 @@ def test_a_family(line, family):
 def test_no_family_is_forgotten(line):
     callers = {path.stem for path in modules(line).glob("*.py") if ".advance(" in path.read_text()}
     assert callers <= set(FAMILIES) | set(IMPOSSIBLE)
+
+
+# Metal's cap in small: buffers of four bytes that nobody drains, counted between two growths of the KV cache.
+CAP = """
+    import json, sys
+    import mlx.core as mx
+    sys.path.insert(0, sys.argv[1])
+    from families import build
+    from mlx_lm.generate import BatchGenerator
+    model = build(sys.argv[2])
+    limit = int(sys.argv[3])
+    generator = BatchGenerator(model)
+    generator.insert([[1, 2, 3, 4, 5]], max_tokens=[5000])
+    tokens, held, died = 0, [], None
+    while tokens < 500 and died is None:
+        tokens += len(generator.next()[1])
+        if tokens >= 260:
+            mx.synchronize()
+            held.append(mx.get_active_memory() - generator.prompt_cache_nbytes)
+            # What comes and goes is no buffer that stays: the least of the last few counts.
+            if len(held) > 20 and (min(held[-10:]) - min(held[:10])) / 4 >= limit:
+                died = tokens - 260
+    print(json.dumps([sum(type(c).__name__ == "ArraysCache" for c in model.make_cache()), died]))
+"""
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "lfm2"])
+def test_the_cap_in_small(line, family):
+    """Stock crosses a limit of L buffers after L / (linear layers - 1) tokens, ours never."""
+    limit = 300
+    arguments = [python_of(line), "-c", textwrap.dedent(CAP), str(REPO / "tests"), family, str(limit)]
+    results = []
+    for environ in ({}, OFF):
+        child = subprocess.run(
+            arguments, capture_output=True, text=True, check=False, env=clean_environ(PYTHONPATH=str(REPO), **environ)
+        )
+        assert child.returncode == 0, child.stderr
+        results.append(json.loads(child.stdout.splitlines()[-1]))
+    (linear, ours), (_, stock) = results
+    print(f"{line} {family}: a limit of {limit} is crossed after {stock} tokens, ours {ours}")
+    assert ours is None
+    if stock is None or abs(stock - limit / (linear - 1)) > 30:
+        raise Inconclusive(f"stock crossed it after {stock} tokens, not about {limit / (linear - 1):.0f}")

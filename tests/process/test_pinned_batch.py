@@ -15,9 +15,9 @@ from shim.cli import tiny_model
 BATCH = """
     import gc, json, sys
     import mlx.core as mx
-    from mlx_lm import load
+    from mlx_lm import load, stream_generate
     from mlx_lm.generate import BatchGenerator
-    from mlx_lm.models.cache import LRUPromptCache
+    from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
     model, tokenizer = load(sys.argv[1])
     entries = LRUPromptCache(20)
@@ -45,7 +45,14 @@ BATCH = """
                     running.remove(r.uid)
         generator.close()
 
+    def serve_alone():  # as a request with a seed is
+        cache = make_prompt_cache(model)
+        prompt = [(11 * i) % 250 for i in range(500)]
+        said = [r.token for r in stream_generate(model, tokenizer, prompt, max_tokens=20, prompt_cache=cache)]
+        entries.insert_cache("model", prompt + said, cache)
+
     serve()
+    serve_alone()
     counted, bytes_held = entries.nbytes, held() - before
     # An entry is as good as before: go on from it.
     prompt = [(7 * 3 + i) % 250 for i in range(200 + 300 * 3)] + tokens[3] + [1, 2]

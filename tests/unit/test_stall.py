@@ -1,0 +1,176 @@
+"""The stall verdicts, second by second of the engine's clock."""
+
+from __future__ import annotations
+
+from shim import settings
+from shim.guards import stall
+
+
+def judge(engine, entry):
+    return stall._judge(entry, list(engine.entries.values()), engine.clock)
+
+
+def test_a_silent_decode_alone(engine, in_decode):
+    entry, _ = in_decode()
+    engine.clock = settings.Settings().decode_stall - 1
+    assert judge(engine, entry) is None
+    engine.clock += 1
+    assert "no token for 120 s" in judge(engine, entry)
+
+
+def test_a_silent_decode_beside_a_prefill_of_others(engine, request_, context, in_decode):
+    """One step may prefill others for minutes: only what they are given meanwhile proves that a token was owed."""
+    entry, _ = in_decode()
+    _other, others = request_()
+    others.put(context())
+    engine.clock = 540.0
+    for n in range(1, 9):  # one step's progress
+        others.put((n, 100))
+    assert judge(engine, entry) is None
+    for n in range(9, 9 + stall.OTHERS):
+        others.put((n, 100))
+    assert "deliveries went to others" in judge(engine, entry)
+
+
+def test_steps_prove_more_than_deliveries(engine, request_, context, in_decode):
+    """Twenty-four requests arrive while one step runs for minutes, or were given the tokens of its last step after it."""
+    engine.steps = 7
+    entry, _ = in_decode()
+    queues = [request_()[1] for _ in range(24)]
+    for responses in queues:
+        responses.put(context())
+    engine.clock = 590.0
+    engine.steps = 8
+    assert judge(engine, entry) is None, "one more step is under way, or being handed out"
+    engine.steps = 9
+    assert "no token for 590 s" in judge(engine, entry)
+
+
+def test_a_prompt_whose_client_has_left_still_explains_the_silence(engine, request_, context, in_decode):
+    engine.steps = 7
+    entry, _ = in_decode()
+    gone, responses = request_()
+    responses.put(context())
+    engine.close(gone)
+    engine.clock = 200.0
+    known = [*engine.entries.values(), *engine.leaving.values()]
+    assert stall._judge(entry, known, engine.clock) is None
+    assert gone.id in engine.leaving
+    engine.let_go(gone)
+    assert judge(engine, entry) is not None
+
+
+def test_an_engine_stuck_in_a_request_that_was_abandoned(engine, request_, monkeypatch, in_decode):
+    """Clients that give up sooner than the limit, and try again, must not hide it."""
+    seen = []
+    monkeypatch.setattr(stall, "_stalled", lambda entry, why: seen.append(entry))
+    stuck, _ = in_decode()
+    for second in range(0, 130, 2):
+        engine.clock = float(second)
+        if second == 2:
+            engine.close(stuck)
+        retry, _ = request_()
+        stall._check()
+        engine.close(retry)
+    assert seen[0] is stuck
+
+
+def test_a_limit_of_zero_is_none(engine, request_, monkeypatch, in_decode):
+    monkeypatch.setattr(settings, "current", settings.Settings(decode_stall=0, prefill_stall=0))
+    entry, _ = in_decode()
+    request_()
+    engine.clock = 10_000.0
+    assert judge(engine, entry) is None
+
+
+def test_tokenizing_for_long_explains_the_silence(engine, in_decode):
+    entry, _ = in_decode()
+    engine.clock = 200.0
+    engine.tokenizing = True
+    assert judge(engine, entry) is None
+
+
+def test_a_silent_decode_for_longer_than_any_prefill(engine, request_, context, in_decode):
+    entry, _ = in_decode()
+    _, others = request_()
+    others.put(context())
+    engine.clock = 600.0
+    assert judge(engine, entry) == "no token for 600 s"
+
+
+def test_a_silent_prefill(engine, request_, context):
+    entry, responses = request_()
+    responses.put(context())
+    responses.put((1, 10))
+    engine.clock = 599.0
+    assert judge(engine, entry) is None
+    engine.clock = 600.0
+    assert "no progress in its prompt for 600 s" in judge(engine, entry)
+
+
+def test_a_prefill_that_waits_for_its_turn(engine, request_, token, context, in_decode):
+    """Nothing of its prompt was done yet: while others are delivered to, it merely waits."""
+    entry, responses = request_()
+    responses.put(context())
+    _, others = in_decode()
+    engine.clock = 590.0
+    others.put(token())
+    engine.clock = 1000.0
+    assert judge(engine, entry) is None
+    engine.clock = 1190.0
+    assert "nothing delivered to anyone for 600 s" in judge(engine, entry)
+
+
+def test_a_queued_request(engine, request_, token, in_decode):
+    entry, _ = request_()
+    _, others = in_decode()
+    engine.clock = 599.0
+    others.put(token())
+    engine.clock = 1198.0
+    assert judge(engine, entry) is None
+    engine.clock = 1199.0
+    assert "while it waits" in judge(engine, entry)
+
+
+def test_a_verdict_must_hold(engine, monkeypatch, token, in_decode):
+    """The watchdog may look while a step's deliveries are being handed out, one after another."""
+    seen = []
+    monkeypatch.setattr(stall, "_stalled", lambda entry, why: seen.append(why))
+    _entry, responses = in_decode()
+    engine.clock = 130.0
+    stall._check()
+    assert seen == []
+    responses.put(token())
+    engine.clock = 131.5
+    stall._check()
+    assert seen == []
+    engine.clock = 260.0
+    stall._check()
+    engine.clock = 261.1
+    stall._check()
+    assert len(seen) == 1
+
+
+def test_a_full_batch_is_no_stall_of_those_in_prefill(engine, request_, context, in_decode):
+    class Arguments:
+        decode_concurrency = 2
+        prompt_concurrency = 1
+
+    class Generator:
+        cli_args = Arguments
+
+    engine.generator = Generator()
+    entry, responses = request_()
+    responses.put(context())
+    responses.put((1, 10))
+    decoders = [in_decode() for _ in range(2)]
+    engine.clock = 900.0
+    stall._note_pause(list(engine.entries.values()), engine.clock)
+    assert judge(engine, entry) is None
+    for _, others in decoders:
+        others.put(None)
+    engine.clock = 1499.0
+    stall._note_pause(list(engine.entries.values()), engine.clock)
+    assert judge(engine, entry) is None, "since the pause ended"
+    engine.clock = 1500.0
+    assert judge(engine, entry) is not None
