@@ -38,14 +38,16 @@ class Deferred:
             cache.__dict__[self.moved] += n
 
 
-def install(owner: type, *names: str) -> None:
+def install(mx: Any, owner: type, *names: str) -> None:
     """Make these attributes of `owner` deferred. Copies and pickles have the attributes of the stock class."""
     for name in names:
         setattr(owner, name, Deferred(name))
 
     def getstate(cache: Any) -> dict[str, Any]:
         own = {key: value for key, value in cache.__dict__.items() if not key.startswith("_shim_")}
-        return own | {name: getattr(cache, name) for name in names}
+        values = {name: getattr(cache, name) for name in names}
+        mx.async_eval([value for value in values.values() if value is not None])  # else a copy of a copy is a chain
+        return own | values
 
     def setstate(cache: Any, state: dict[str, Any]) -> None:
         for key, value in state.items():

@@ -72,7 +72,7 @@ def main() -> int:
         print("$", *check, flush=True)
         subprocess.run([python, "-m", *check], cwd=REPO, env=environ, check=True)
     # Four at a time on two cores: most of a test is waiting for a server, or for a fault that must not show itself.
-    arguments = sys.argv[1:] or ["-n", "4", "--durations=15"]
+    arguments = sys.argv[1:] or ["-n", "4", "--dist", "loadgroup", "--durations=15"]
     return subprocess.run([python, "-m", "pytest", *arguments], cwd=REPO, env=environ, check=False).returncode
 
 

@@ -39,7 +39,7 @@ def probe(cache: Any) -> None:
 
 
 def apply(cache: Any) -> None:
-    deferred.install(cache.ArraysCache, *FIELDS)
+    deferred.install(cache.mx, cache.ArraysCache, *FIELDS)
     patch.wrap(cache, "ArraysCache.advance", _advance)
     for name in ("filter", "extend"):
         patch.wrap(cache, f"ArraysCache.{name}", deferred.settling(cache.mx, *FIELDS))

@@ -44,7 +44,7 @@ def probe(cache: Any) -> None:
 
 
 def apply(cache: Any) -> None:
-    deferred.install(cache.BatchKVCache, "offset")
+    deferred.install(cache.mx, cache.BatchKVCache, "offset")
     patch.wrap(cache, "BatchKVCache.update_and_fetch", _update_and_fetch)
     for name in ("filter", "extend", "prepare", "finalize", "trim"):
         patch.wrap(cache, f"BatchKVCache.{name}", deferred.settling(cache.mx, "offset"))
