@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from . import report
 from .engine import DECODE, FINISHED, PREFILL, QUEUED, Entry, engine
 from .errors import ClientGone, ShimError
 
@@ -35,6 +36,15 @@ class ResponseQueue(queue.Queue[Any]):
         entry.queue = self
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        try:
+            self._note(item)
+        except Stopped:
+            raise
+        except Exception as error:  # the generation thread is no place for a mistake of ours
+            report.line(f"the ledger cannot note a delivery: {error!r}")
+        queue.Queue.put(self, item, block, timeout)
+
+    def _note(self, item: Any) -> None:
         entry = self._entry
         kind = item.__class__
         if kind is self._token:  # once a token: the hot path
@@ -49,7 +59,6 @@ class ResponseQueue(queue.Queue[Any]):
             self._note_end(item)
         elif entry.phase == QUEUED:
             self._note_context(item)
-        queue.Queue.put(self, item, block, timeout)
 
     def _note_progress(self, processed: int, total: int) -> None:
         """Progress counts while it advances the request's own prompt; once that is complete, only tokens count."""

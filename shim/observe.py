@@ -46,10 +46,10 @@ def install(server: Any, on_start: Callable[[], None]) -> None:
     patch.wrap(server, "ResponseGenerator._serve_single", _serve_single)
     patch.wrap(server, "ResponseGenerator._next_request", _next_request)
     patch.wrap(server, "ResponseGenerator._tokenize", _tokenize)
-    patch.wrap(server, "BatchGenerator.insert_segments", _insert_segments)
-    patch.wrap(server, "BatchGenerator.next", _next)
-    patch.wrap(server, "BatchGenerator.remove", _remove)
-    patch.wrap(server, "BatchGenerator.close", _close)
+    patch.wrap(server, "BatchGenerator.insert_segments", patch.after(_inserted))
+    patch.wrap(server, "BatchGenerator.next", patch.after(_stepped))
+    patch.wrap(server, "BatchGenerator.remove", patch.after(_removed))
+    patch.wrap(server, "BatchGenerator.close", patch.after(_closed))
     patch.wrap(server, "ModelProvider.load_default", _load_default)
     patch.wrap(server, "ModelProvider._load", _load)
     patch.wrap(server, "APIHandler.handle_completion", _handle_completion)
@@ -110,37 +110,30 @@ def entries_of(batch: Any) -> dict[int, Entry]:
     return entries
 
 
-def _insert_segments(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def _inserted(batch: Any, args: Any, kwargs: Any, uids: Any) -> None:
     """Remember whose sequence this is: the entry whose context was put on its queue just before."""
-    uids = wrapped(*args, **kwargs)
     entry, engine.inserting = engine.inserting, None
     if entry is not None and len(uids) == 1:
-        entries_of(instance)[uids[0]] = entry
-    return uids
+        entries_of(batch)[uids[0]] = entry
 
 
-def _next(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    prompts, tokens = wrapped(*args, **kwargs)
+def _stepped(batch: Any, args: Any, kwargs: Any, responses: Any) -> None:
     engine.steps += 1
-    for response in tokens:
+    for response in responses[1]:
         if response.finish_reason is not None:
-            entries_of(instance).pop(response.uid, None)
-    return prompts, tokens
+            entries_of(batch).pop(response.uid, None)
 
 
-def _remove(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    result = wrapped(*args, **kwargs)
-    for uid in args[0] if args else kwargs.get("uids", ()):
-        entry = entries_of(instance).pop(uid, None)
+def _removed(batch: Any, args: Any, kwargs: Any, result: Any) -> None:
+    for uid in args[0] if args else kwargs["uids"]:
+        entry = entries_of(batch).pop(uid, None)
         if entry is not None:
             engine.let_go(entry)
-    return result
 
 
-def _close(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    for entry in entries_of(instance).values():
+def _closed(batch: Any, args: Any, kwargs: Any, result: Any) -> None:
+    for entry in entries_of(batch).values():
         engine.let_go(entry)
-    return wrapped(*args, **kwargs)
 
 
 def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

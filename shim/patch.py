@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from . import report
+
 # (wrapped, instance, args, kwargs) -> result, as wrapt has it.
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -60,3 +62,24 @@ def wrap(module: Any, path: str, wrapper: Wrapper) -> None:
             return wrapper(stock, None, args, kwargs)
 
     setattr(owner, name, replacement)
+
+
+def after(note: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> Wrapper:
+    """A wrapper that calls stock and then `note(instance, args, kwargs, result)`.
+
+    It runs where an exception would kill the server: what `note` raises is said once, and from then on it is left out.
+    """
+    working = True
+
+    def wrapper(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal working
+        result = wrapped(*args, **kwargs)
+        if working:
+            try:
+                note(instance, args, kwargs, result)
+            except Exception as error:
+                working = False
+                report.line(f"{note.__module__}.{note.__name__} failed and is off from now on: {error!r}")
+        return result
+
+    return wrapper

@@ -69,10 +69,11 @@ class Settings:
     )  # fmt: skip
     decode_stall: float = _setting(
         "120s", "duration", parse_duration,
-        "a request that is past its prompt got no token for this long, and no prompt of others explains it", "stall",
+        "a request that is past its prompt got no token for this long, and no prompt of others explains it; 0 is none",
+        "stall",
     )  # fmt: skip
     prefill_stall: float = _setting(
-        "600s", "duration", parse_duration, "a request in its prompt made no progress for this long", "stall"
+        "600s", "duration", parse_duration, "a request in its prompt made no progress for this long; 0 is none", "stall"
     )
     on_stall: str = _setting(
         "exit", "exit or dump", parse_choice("exit", "dump"),
@@ -84,7 +85,7 @@ class Settings:
     )  # fmt: skip
     gil_deadline: float = _setting(
         "300s", "duration", parse_duration,
-        "the interpreter itself has not run for this long: faulthandler dumps the stacks and ends it (status 1)",
+        "the interpreter itself has not run for this long: faulthandler dumps the stacks and ends it (status 1); 0 is off",
         "frozen_interpreter",
     )  # fmt: skip
     while_loading: str = _setting(

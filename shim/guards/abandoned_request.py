@@ -33,7 +33,7 @@ def probe(server: Any) -> None:
 def apply(server: Any) -> None:
     ledger.checks.append(_check)
     patch.wrap(server, "ResponseGenerator._tokenize", _tokenize)
-    patch.wrap(server, "BatchGenerator.next", _next)
+    patch.wrap(server, "BatchGenerator.next", patch.after(_stepped))
 
 
 def _check(entry: Entry) -> None:
@@ -68,17 +68,15 @@ def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 
-def _next(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def _stepped(batch: Any, args: Any, kwargs: Any, responses: Any) -> None:
     """Report a stopped sequence that still waits for its turn as if it had advanced.
 
     Stock then sees that it should stop and removes it, on all ranks. By itself it would prefill it first.
     """
-    prompts, tokens = wrapped(*args, **kwargs)
-    entries = instance.__dict__.get("_shim_entries")
+    entries = batch.__dict__.get("_shim_entries")
     if entries:
-        response = sys.modules[type(instance).__module__].PromptProcessingBatch.Response
-        for sequence in instance._unprocessed_sequences:
+        response = sys.modules[type(batch).__module__].PromptProcessingBatch.Response
+        for sequence in batch._unprocessed_sequences:
             entry = entries.get(sequence[0])
             if entry is not None and entry.stopped:
-                prompts.append(response(sequence[0], (0, 0), end_of_segment=False, end_of_prompt=False))
-    return prompts, tokens
+                responses[0].append(response(sequence[0], (0, 0), end_of_segment=False, end_of_prompt=False))

@@ -54,7 +54,7 @@ def _update_and_fetch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     """Let stock add to a plain 0, and move the array by the outcome."""
     field = type(instance).offset
     own = instance.__dict__
-    array, moved = own[field.array], own[field.moved]
+    array, moved = own.get(field.array), own.get(field.moved, 0)
     instance.offset = 0
     try:
         result = wrapped(*args, **kwargs)

@@ -1,14 +1,16 @@
 """An entry of the prompt cache pins the whole batch it came from.
 
 What `extract` gives is lazy, or a view: an entry counted as 12 MiB has held 59. The server's limits on the prompt cache
-count bytes that are not the ones held. Here an entry is made to own exactly its bytes before it is inserted.
+count bytes that are not the ones held. Here an entry is made to own exactly its bytes before it is inserted, which
+costs a copy of them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from .. import patch
+from .. import patch, report
+from ..engine import engine
 from . import require
 
 UPSTREAM = "mlx-lm 1701, 1807, 1390"
@@ -30,11 +32,22 @@ class _Owning:
 
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         entry = args[2] if len(args) > 2 else kwargs.get("prompt_cache")  # noqa: PLR2004
-        arrays: list[Any] = []
         for layer in entry or []:
-            self.own(layer, arrays)
-        self.mx.eval(arrays)
+            # Served alone it was never part of a batch, and large as it is it need not be copied.
+            if not (engine.single and hasattr(layer, "keys")):
+                self.own_or_leave(layer)
         return wrapped(*args, **kwargs)
+
+    def own_or_leave(self, layer: Any) -> None:
+        """Layer by layer, so that no more than one is there twice. Where there is no room for a copy, it stays as it is."""
+        as_it_was = dict(vars(layer))
+        arrays: list[Any] = []
+        try:
+            self.own(layer, arrays)
+            self.mx.eval(arrays)
+        except Exception as error:
+            vars(layer).update(as_it_was)
+            report.line(f"an entry of the prompt cache stays in its batch: {error!r}")
 
     def own(self, layer: Any, arrays: list[Any]) -> None:
         """Give `layer` arrays of its own, noted in `arrays`; caches within it (a CacheList) likewise.
