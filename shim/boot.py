@@ -30,7 +30,12 @@ def start() -> None:
     if patch.wrapt is not None:
         for module, hook in hooks.items():
             patch.wrapt.register_post_import_hook(hook, module)
-    sys.meta_path.insert(0, entry.ServerFinder(_server, None if patch.wrapt is not None else hooks[_server]))
+        sys.meta_path.insert(0, entry.ServerFinder(_server, None))
+        return
+    sys.meta_path.insert(0, entry.ServerFinder(_server, hooks.pop(_server)))
+    for name in (name for module in hooks for name in by_module[module]):
+        on = settings.current.guard_is_on(name)
+        report.states[name] = report.State("incompatible", "it needs wrapt") if on else _off(name)
 
 
 def _guard(name: str) -> Any:
@@ -54,10 +59,8 @@ def _hook(names: list[str]) -> Callable[[Any], None]:
 
 def _apply(name: str, module: Any) -> report.State:
     if not settings.current.guard_is_on(name):
-        return report.State("off", f"{settings.variable(name)} is off")
+        return _off(name)
     guard = _guard(name)
-    if patch.wrapt is None and _server != guard.MODULE:
-        return report.State("incompatible", patch.missing)
     try:
         guard.probe(module)
         guard.apply(module)
@@ -68,6 +71,10 @@ def _apply(name: str, module: Any) -> report.State:
     except Exception as error:
         return report.State("failed", report.one_line(repr(error)))
     return report.State("active")
+
+
+def _off(name: str) -> report.State:
+    return report.State("off", f"{settings.variable(name)} is off")
 
 
 def _server_starts() -> None:

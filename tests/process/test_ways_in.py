@@ -148,6 +148,7 @@ def test_without_a_usable_wrapt_deaths_are_still_guarded(line, tiny, tmp_path, c
         server.ready()
         (said,) = [x for x in server.shim_lines() if complaint in x]
         assert "install wrapt" in said
+        assert any("arrays_cache incompatible (it needs wrapt)" in x for x in server.shim_lines())
         server.send_and_leave(KILLER)
         assert server.wait_exit(30) == 70
 
