@@ -18,6 +18,7 @@ def install(server: Any, on_start: Callable[[], None]) -> None:
     def starts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         _framed(fatal.prepare, on_start, watchdog.start)
         engine.attach(instance)
+        engine.ending = None  # a program that stopped one server may start another
         return wrapped(*args, **kwargs)
 
     def make_queue(*args: Any, **kwargs: Any) -> queue.Queue[Any]:
