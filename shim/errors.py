@@ -8,17 +8,21 @@ RETRY_AFTER = 10  # seconds; about what a restart and a model of some size take
 
 
 class ShimError(Exception):
-    """An answer to one client: a status, OpenAI's type and code, and whether waiting helps."""
+    """An answer to one client: a status, OpenAI's type, code and param, and whether waiting helps."""
 
-    def __init__(self, status: int, code: str, message: str, retry_after: int | None = None) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, retry_after: int | None = None, param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.retry_after = retry_after
+        self.param = param  # the field of the request that is at fault
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"  # noqa: PLR2004
-        return {"error": {"message": str(self), "type": kind, "code": self.code}}
+        told = {"message": str(self), "type": kind, "code": self.code}
+        return {"error": told if self.param is None else {**told, "param": self.param}}
 
 
 class ClientGone(Exception):
@@ -45,3 +49,8 @@ def model_loading() -> ShimError:
 
 def request_timeout(seconds: float) -> ShimError:
     return ShimError(504, "request_timeout", f"the request took longer than MLX_SHIM_REQUEST_TIMEOUT, {seconds:g} s")
+
+
+def invalid(param: str, message: str, code: str = "invalid_value") -> ShimError:
+    """A 400 about one field of the request; `message` says what was given and what is accepted."""
+    return ShimError(400, code, message, param=param)

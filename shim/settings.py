@@ -33,6 +33,26 @@ def parse_duration(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
+def parse_size(text: str) -> int:
+    """Bytes from 4096, 512K, 512M or 12G (powers of 1024). Raises ValueError saying what is accepted."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError("accepted: a size such as 1048576, 512K, 64M or 12G")
+    return int(float(match[1]) * 1024 ** ("", "K", "M", "G", "T").index(match[2].upper()))
+
+
+def parse_count(text: str) -> int:
+    """A whole number, zero or more. Raises ValueError saying what is accepted."""
+    if not re.fullmatch(r"\d{1,18}", text.strip()):
+        raise ValueError("accepted: a whole number such as 32768; 0 is none")
+    return int(text)
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    return tuple(name for name in (part.strip() for part in text.split(",")) if name)
+
+
 def parse_choice(*choices: str) -> Callable[[str], str]:
     """A parser that accepts just these words."""
 

@@ -63,3 +63,28 @@ def test_an_unknown_name_is_reported_with_the_nearest():
 def test_the_settings_are_frozen():
     with pytest.raises(AttributeError):
         settings.Settings().strict = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("512K", 2**19), ("64M", 2**26), ("1.5g", 3 * 2**29), ("12GB", 12 * 2**30), ("1TiB", 2**40)],
+)
+def test_sizes(text, size):
+    assert settings.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "big", "-1", "1X", "1 G", "nan", "M"])
+def test_bad_sizes(text):
+    with pytest.raises(ValueError, match="accepted: a size such as"):
+        settings.parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "many", "1e3", "9" * 19])
+def test_bad_counts(text):
+    with pytest.raises(ValueError, match="accepted: a whole number"):
+        settings.parse_count(text)
+
+
+def test_counts_and_names():
+    assert settings.parse_count(" 32768 ") == 32768
+    assert settings.parse_names(" a/b, c ,,") == ("a/b", "c")
