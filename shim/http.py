@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
+import select
+import socket
+import time
 from typing import Any
 
+from . import report
 from .errors import ShimError
+
+LINGER = 10.0  # seconds for which an unread body is read and thrown away, at most
 
 
 class HeldBody:
@@ -68,3 +75,27 @@ def send(handler: Any, status: int, body: bytes, retry_after: int | None = None,
     headers = b"".join(lines) + b"\r\n" if lines else b""
     handler._headers_buffer = []
     (raw or handler.wfile).write(headers + body)
+
+
+def refuse(handler: Any, error: ShimError) -> None:
+    """Answer a request of which nothing has been acted on, read or not, and close the connection."""
+    logging.getLogger("mlx_lm.server").warning("request answered %d: %s", error.status, report.one_line(error))
+    handler.close_connection = True
+    handler._headers_buffer = []
+    try:
+        send(handler, error.status, json.dumps(error.body()).encode(), error.retry_after)
+        _linger(handler.connection)
+    except OSError as gone:
+        report.debug(f"nobody is there to be told: {gone!r}")
+
+
+def _linger(connection: socket.socket) -> None:
+    """Read on until the client has sent all: closing on unread bytes resets the connection, and the answer is lost."""
+    connection.shutdown(socket.SHUT_WR)
+    deadline = time.monotonic() + LINGER
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    scratch = bytearray(65536)
+    while (left := deadline - time.monotonic()) > 0 and poll.poll(left * 1000):
+        if not connection.recv_into(scratch):
+            return

@@ -29,6 +29,7 @@ class State:
 
 states: dict[str, State] = {}
 _debug = False
+_said: set[str] = set()
 
 
 def version_of(package: str) -> str:
@@ -56,6 +57,13 @@ def one_line(text: object, limit: int = 300) -> str:
 def line(text: str) -> None:
     """Write one line to stderr. A stderr that is closed or broken is no reason to fail."""
     _write(_encode(f"{PREFIX}{one_line(text, 2000)}\n"))
+
+
+def once(text: str) -> None:
+    """As `line`, the first time that it is said."""
+    if text not in _said:
+        _said.add(text)
+        line(text)
 
 
 def debug(text: str) -> None:

@@ -14,6 +14,7 @@ from .guards import GUARDS
 PREFIX = "MLX_SHIM"
 KILL_SWITCH = PREFIX
 OFF, ON = ("0", "off", "false", "no"), ("1", "on", "true", "yes")
+SMALLEST_KV_SIZE = 16
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -46,6 +47,14 @@ def parse_count(text: str) -> int:
     if not re.fullmatch(r"\d{1,18}", text.strip()):
         raise ValueError("accepted: a whole number such as 32768; 0 is none")
     return int(text)
+
+
+def parse_kv_size(text: str) -> int:
+    """0, or tokens for a rotating cache, which keeps the first 4 for good. Raises ValueError saying what is accepted."""
+    count = parse_count(text)
+    if 0 < count < SMALLEST_KV_SIZE:
+        raise ValueError(f"accepted: 0 or at least {SMALLEST_KV_SIZE}")
+    return count
 
 
 def parse_names(text: str) -> tuple[str, ...]:
@@ -115,6 +124,28 @@ class Settings:
     report_dir: str = _setting(
         "", "folder", str.strip, "where a crash report (JSON) is written; always to stderr in short", "generation_death"
     )
+    read_timeout: float = _setting(
+        "60s", "duration", parse_duration,
+        "a client that has not sent its headers by then, or then sends its body slower than 500 bytes a second, is cut; "
+        "0 is none", "slow_client",
+    )  # fmt: skip
+    max_body: int = _setting("64M", "size", parse_size, "a larger body is 413; 0 is no limit", "unbounded_body")
+    max_inflight: int = _setting(
+        "0", "number", parse_count, "so many requests at a time, one more is 429; 0 is no limit", "unlimited_queue"
+    )
+    max_prompt_tokens: int = _setting(
+        "0", "number", parse_count, "a longer prompt is 400; 0 is no limit", "unlimited_tokens"
+    )
+    max_tokens: int = _setting("0", "number", parse_count, "caps max_tokens; 0 is no limit", "unlimited_tokens")
+    max_context: int = _setting(
+        "0", "number", parse_count,
+        "prompt and completion together: the completion ends with finish_reason length; 0 is no limit",
+        "unlimited_tokens",
+    )  # fmt: skip
+    max_kv_size: int = _setting(
+        "0", "number", parse_kv_size,
+        "tokens a rotating KV cache keeps (docs/limits.md says what that does); 0 is no limit", "unlimited_tokens",
+    )  # fmt: skip
     guards_off: frozenset[str] = frozenset()
 
     def guard_is_on(self, name: str) -> bool:

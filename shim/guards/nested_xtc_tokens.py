@@ -1,0 +1,46 @@
+"""XTC sampling kills the generation thread: its list of special tokens has a list in it (mlx-lm up to 0.31.3).
+
+`_make_sampler` puts the tokens of a newline into it as a list, and no array takes that as an index. Here the list is
+flat, as it has been since 0.32.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from .. import patch
+from . import Incompatible, Retired, require
+
+UPSTREAM = "none filed; cured in mlx-lm 0.32.0"
+MODULE = "mlx_lm.server"
+
+
+def probe(server: Any) -> None:
+    require(server, "_make_sampler", "make_sampler")
+    given: dict[str, Any] = {}
+    stock, server.make_sampler = server.make_sampler, lambda *_, **named: given.update(named)
+    try:
+        server._make_sampler(_Anything(), _Anything(encode=lambda _: [1], eos_token_id=2, eos_token_ids={2}))
+    finally:
+        server.make_sampler = stock
+    if "xtc_special_tokens" not in given:
+        raise Incompatible("_make_sampler gives make_sampler no xtc_special_tokens")
+    if not any(isinstance(token, list) for token in given["xtc_special_tokens"]):
+        raise Retired("the list is flat")
+
+
+def apply(server: Any) -> None:
+    patch.wrap(server, "make_sampler", _make_sampler)
+
+
+class _Anything(SimpleNamespace):
+    def __getattr__(self, name: str) -> Any:
+        return _Anything()
+
+
+def _make_sampler(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    tokens = kwargs.get("xtc_special_tokens")
+    if tokens is not None:
+        kwargs["xtc_special_tokens"] = [t for item in tokens for t in (item if isinstance(item, list) else [item])]
+    return wrapped(*args, **kwargs)

@@ -1,0 +1,45 @@
+"""Any number of requests is taken in, a thread each, and each waits behind all the others.
+
+Here, where MLX_SHIM_MAX_INFLIGHT is set, one more than that is told 429 with Retry-After.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from .. import patch, settings
+from ..errors import ShimError
+from . import require
+
+UPSTREAM = "FAILURE_MODES D10"
+MODULE = "mlx_lm.server"
+
+RETRY_AFTER = 1  # seconds: a place is free as soon as any of the others ends
+
+
+def probe(server: Any) -> None:
+    require(server, "APIHandler.handle_completion")
+
+
+def apply(server: Any) -> None:
+    if settings.current.max_inflight:
+        patch.wrap(server, "APIHandler.handle_completion", _Places(settings.current.max_inflight))
+
+
+class _Places:
+    """A wrapper that lets so many requests in at a time."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self._free = threading.Semaphore(places)
+
+    def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if not self._free.acquire(blocking=False):
+            raise ShimError(
+                429, "too_many_requests", f"{self.places} requests are in flight (MLX_SHIM_MAX_INFLIGHT)", RETRY_AFTER
+            )
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            self._free.release()

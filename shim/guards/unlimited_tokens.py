@@ -1,0 +1,75 @@
+"""A prompt and a completion may be of any length, until the machine's memory ends (145K tokens on a 48 GB Mac).
+
+Here, where set: a prompt above MLX_SHIM_MAX_PROMPT_TOKENS is 400; MLX_SHIM_MAX_TOKENS caps max_tokens; a completion
+that reaches MLX_SHIM_MAX_CONTEXT together with its prompt ends with finish_reason `length`; MLX_SHIM_MAX_KV_SIZE has
+stock keep a rotating cache of so many tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import patch, report, settings
+from ..engine import engine
+from ..errors import ShimError
+from . import require
+
+UPSTREAM = "mlx-lm 854, 948, 1480; FAILURE_MODES M6, D11"
+MODULE = "mlx_lm.server"
+
+
+def probe(server: Any) -> None:
+    require(server, "ResponseGenerator._tokenize", "BatchGenerator", "make_prompt_cache")
+
+
+def apply(server: Any) -> None:
+    limits = settings.current
+    if limits.max_prompt_tokens or limits.max_tokens or limits.max_context:
+        patch.wrap(server, "ResponseGenerator._tokenize", _tokenize)
+    if limits.max_kv_size:
+        patch.wrap(server, "BatchGenerator.__init__", _batch)
+        patch.wrap(server, "make_prompt_cache", _prompt_cache)
+
+
+def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Where what it raises goes to this request alone, and where stock has not yet read max_tokens."""
+    result = wrapped(*args, **kwargs)
+    limits, length = settings.current, len(result[0])
+    generation = args[2] if len(args) > 2 else kwargs["args"]  # noqa: PLR2004
+    if limits.max_prompt_tokens and length > limits.max_prompt_tokens:
+        raise _too_long(f"{length} tokens; accepted: {limits.max_prompt_tokens} (MLX_SHIM_MAX_PROMPT_TOKENS)")
+    if limits.max_context and length >= limits.max_context:
+        room = f"{limits.max_context - 1}, one less than MLX_SHIM_MAX_CONTEXT"
+        raise _too_long(f"{length} tokens; accepted: {room}")
+    for most in (limits.max_tokens, limits.max_context and limits.max_context - length):
+        if most:
+            generation.max_tokens = min(generation.max_tokens, most)
+    return result
+
+
+def _too_long(what: str) -> ShimError:
+    return ShimError(400, "context_length_exceeded", f"the prompt has {what}")
+
+
+def _batch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    kwargs.setdefault("max_kv_size", settings.current.max_kv_size)
+    _say_where_it_is_vain(args[0] if args else kwargs["model"])
+    return wrapped(*args, **kwargs)
+
+
+def _prompt_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Stock's own caches for a request served alone; one that is quantized or trimmed cannot rotate."""
+    if len(args) > 1 or "max_kv_size" in kwargs:
+        return wrapped(*args, **kwargs)
+    provider = getattr(engine.generator, "model_provider", None)
+    if getattr(getattr(provider, "cli_args", None), "kv_bits", None) or getattr(provider, "draft_model", None):
+        report.once("MLX_SHIM_MAX_KV_SIZE does nothing with --kv-bits or a draft model")
+        return wrapped(*args, **kwargs)
+    _say_where_it_is_vain(args[0] if args else kwargs["model"])
+    return wrapped(*args, **kwargs, max_kv_size=settings.current.max_kv_size)
+
+
+def _say_where_it_is_vain(model: Any) -> None:
+    if hasattr(model, "make_cache"):
+        family = type(model).__module__.rsplit(".", 1)[-1]
+        report.once(f"MLX_SHIM_MAX_KV_SIZE: {family} makes its own caches, which stock bounds in batches of 0.31 only")
