@@ -36,13 +36,14 @@ class _Answer(Exception):
 def probe(server: Any) -> None:
     require(
         server, "APIHandler.handle_completion", "APIHandler._set_completion_headers", "APIHandler._set_cors_headers",
-        "ResponseGenerator._tokenize", "ModelProvider.load",
+        "APIHandler.do_POST", "ResponseGenerator._tokenize", "ModelProvider.load",
     )  # fmt: skip
 
 
 def apply(server: Any) -> None:
     patch.wrap(server, "APIHandler._set_completion_headers", _set_completion_headers)
     patch.wrap(server, "APIHandler.handle_completion", _handle_completion)
+    patch.wrap(server, "APIHandler.do_POST", _do_post)
     patch.wrap(server, "ResponseGenerator._tokenize", _marking("tokenize"))
     patch.wrap(server, "ModelProvider.load", _marking("load"))
 
@@ -66,7 +67,17 @@ def _set_completion_headers(wrapped: Any, instance: Any, args: Any, kwargs: Any)
     cause = sys.exc_info()[1]
     if status == NOT_FOUND and isinstance(cause, Exception) and isinstance(instance.wfile, http.HeldBody):
         raise _Answer from cause
+    if isinstance(cause, ShimError) and not isinstance(instance.wfile, http.HeldBody):
+        raise cause  # a request that is refused while it is read: out of stock's except block, which says less
     return wrapped(*args, **kwargs)
+
+
+def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        return wrapped(*args, **kwargs)
+    except ShimError as refused:
+        _answer(instance, refused, http.HeldBody(instance.wfile))
+        return None
 
 
 def _handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
