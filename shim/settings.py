@@ -121,6 +121,11 @@ class Settings:
         "wait", "wait or reject", parse_choice("wait", "reject"),
         "wait: a request waits for the model, as with stock. reject: 503 with Retry-After", "endless_wait",
     )  # fmt: skip
+    image_fetch: str = _setting(
+        "public", "public, any or off", parse_choice("public", "any", "off"),
+        "whence an image named by an http(s) URL is fetched. public: public addresses of the internet. any: also this "
+        "machine and its network. off: nowhere; data: URLs still work", "forged_fetch",
+    )  # fmt: skip
     report_dir: str = _setting(
         "", "folder", str.strip, "where a crash report (JSON) is written; always to stderr in short", "generation_death"
     )

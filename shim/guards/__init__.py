@@ -33,6 +33,7 @@ GUARDS = (
     "arrays_cache",
     "batch_offset",
     "pinned_batch",
+    "forged_fetch",
 )
 
 

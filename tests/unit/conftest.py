@@ -1,11 +1,13 @@
-"""An engine of its own for each test, and requests in it."""
+"""An engine of its own for each test, and requests in it; names and public addresses for what fetches images."""
 
 from __future__ import annotations
+
+import socket
 
 import pytest
 
 from shim import engine as engine_module
-from shim import ledger
+from shim import image_fetch, ledger
 from shim.engine import Engine
 from shim.guards import stall
 
@@ -65,3 +67,38 @@ def in_decode(request_):
         return entry, responses
 
     return make
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """{name: one list of addresses for each time it is asked, the last for ever}; and small limits."""
+    stock = socket.getaddrinfo
+    told: dict[str, list[list]] = {}
+
+    def resolve(host, port, *args, **kwargs):
+        if host not in told:
+            numeric = 0 if host == "localhost" else socket.AI_NUMERICHOST
+            return stock(host, port, *args, **kwargs, flags=numeric)
+        answers = told[host]
+        found = answers.pop(0) if len(answers) > 1 else answers[0]
+        return [
+            (socket.AF_INET6 if ":" in a else socket.AF_INET, socket.SOCK_STREAM, 6, "", sockaddr(a, port))
+            for a in found
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(image_fetch, "MAX_BYTES", 2**20)
+    return told
+
+
+def sockaddr(address, port):
+    """An address may name a port of its own, "127.0.0.1@80": as if it were another machine."""
+    address, _, own = address.partition("@")
+    return (address, int(own or port), 0, 0) if ":" in address else (address, int(own or port))
+
+
+@pytest.fixture
+def one_public(monkeypatch, names):
+    """127.0.0.1 counts as a public address, and no other: what a public server does can then be tried."""
+    monkeypatch.setattr(image_fetch, "is_public", lambda address: address == "127.0.0.1")
+    monkeypatch.setattr(image_fetch, "_is_own", lambda *_: False)

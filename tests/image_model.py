@@ -1,0 +1,52 @@
+"""A tiny llama that takes images, as a folder's `model_file`: what it says depends on every pixel it is given.
+
+It stands in for Pillow as well, which mlx_lm does not require: an image is four bytes, of which three are its colour.
+"""
+
+import sys
+import types
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models import cache, llama
+
+ModelArgs = llama.ModelArgs
+
+
+class Picture:
+    def __init__(self, pixels):
+        self.pixels = pixels
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.pixels, dtype=dtype)
+
+    def convert(self, mode):
+        return self
+
+    def resize(self, size, resample=None):
+        return Picture(np.broadcast_to(self.pixels[:1, :1], (size[1], size[0], 3)))
+
+
+def read(file):
+    data = file.read()
+    if len(data) != 4:
+        raise OSError("cannot identify image file")
+    return Picture(np.frombuffer(data[:3], np.uint8).reshape(1, 1, 3))
+
+
+class Model(llama.Model):
+    def make_cache(self):
+        # By now transformers has looked for Pillow: it would want all of it.
+        sys.modules["PIL"] = types.SimpleNamespace(
+            Image=types.SimpleNamespace(
+                open=read, fromarray=Picture, Resampling=types.SimpleNamespace(LANCZOS=1), __name__="PIL.Image"
+            )
+        )
+        return [cache.KVCache() for _ in self.layers]
+
+    def embed_inputs(self, inputs, *, pixel_values=None):
+        rows = self.model.embed_tokens(inputs)
+        for number, pixels in enumerate(pixel_values or [], 1):
+            weight = (pixels.reshape(-1) * mx.arange(1, pixels.size + 1)).sum() * number
+            rows = rows + mx.sin(mx.arange(rows.shape[-1]) * weight)
+        return rows
