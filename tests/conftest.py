@@ -3,6 +3,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import harness
 import pytest
 from harness import LINES
 
@@ -43,3 +44,10 @@ def faulty(tmp_path):
         return FaultyModel(tmp_path / "faulty", **fault)
 
     return make
+
+
+@pytest.fixture
+def killable(monkeypatch):
+    """Let a bad request reach the generation thread: a death is what the test is about."""
+    for guard in ("BAD_REQUEST", "KILLER_REQUEST"):
+        monkeypatch.setitem(harness.always, f"MLX_SHIM_{guard}", "0")

@@ -25,6 +25,10 @@ START = 120.0
 ANSWER = 90.0
 
 
+KILLER = {"prompt": ""}  # of the generation thread, where the guards that refuse it are off: the fixture `killable`
+always: dict[str, str] = {}  # what else every server of a test finds in its environment
+
+
 class Inconclusive(Exception):
     """A negative control did not show its fault: the test then proves nothing about the guard."""
 
@@ -36,7 +40,7 @@ def python_of(line: str) -> str:
 def clean_environ(**more: str | None) -> dict[str, str]:
     """The environment without PYTHONPATH and MLX_SHIM*, offline, plus `more`; None removes a name."""
     environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith(("MLX_SHIM", "PYTEST_"))}
-    environ |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environ |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | always
     for name, value in more.items():
         environ.pop(name, None)
         if value is not None:

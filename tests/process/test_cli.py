@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import NEWEST, REPO, VENVS, Server, clean_environ, python_of
+from harness import KILLER, NEWEST, REPO, VENVS, Server, clean_environ, python_of
 
 
 def shim(*arguments, line=NEWEST, cwd=REPO, **environ):
@@ -151,6 +151,7 @@ def installed(tmp_path_factory):
     return venv
 
 
+@pytest.mark.usefixtures("killable")
 def test_an_installed_wheel(installed, tiny, tmp_path):
     script = installed / "bin" / "mlx-lm-shim"
     told = subprocess.run([str(script), "path"], capture_output=True, text=True, check=True, env=clean_environ()).stdout
@@ -167,5 +168,5 @@ def test_an_installed_wheel(installed, tiny, tmp_path):
     for way, (command, environ) in ways.items():
         log = tmp_path / way
         with Server(NEWEST, tiny, log, entry=command, environ=environ) as server:
-            server.ready().send_and_leave({"prompt": ""})
+            server.ready().send_and_leave(KILLER)
             assert server.wait_exit(30) == 70, way

@@ -7,6 +7,8 @@ import time
 import pytest
 from harness import Server, expect_zombie
 
+pytestmark = pytest.mark.usefixtures("killable")
+
 KILLER_REQUESTS = {
     "empty prompt": {"prompt": ""},
     "top_k above the vocabulary": {"prompt": "x", "top_k": 10**6, "temperature": 0.5},

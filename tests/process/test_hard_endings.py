@@ -9,9 +9,10 @@ import textwrap
 import time
 
 import pytest
-from harness import REPO, Server, Stream, clean_environ, expect_zombie, python_of, wait_until
+from harness import KILLER, REPO, Server, Stream, clean_environ, expect_zombie, python_of, wait_until
 
-KILLER = {"prompt": ""}
+pytestmark = pytest.mark.usefixtures("killable")
+
 # A program around the stock server, as embedders and crash reporters are.
 PROGRAM = """
     import sys, threading, time

@@ -9,7 +9,7 @@ import textwrap
 import time
 
 import pytest
-from harness import Inconclusive, Server, Stream, expect_zombie, wait_until
+from harness import KILLER, Inconclusive, Server, Stream, expect_zombie, wait_until
 
 SHORT = {"MLX_SHIM_DECODE_STALL": "4s", "MLX_SHIM_PREFILL_STALL": "6s"}
 
@@ -255,12 +255,13 @@ def test_a_request_timeout_ends_that_request_alone(line, faulty, tmp_path, seed)
         assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 0, 5)
 
 
+@pytest.mark.usefixtures("killable")
 def test_a_waiter_on_a_dead_engine_is_told(line, tiny, tmp_path):
     """With the exit turned off, the engine is dead and the process lives: no request hangs all the same."""
     environ = {"MLX_SHIM_GENERATION_DEATH": "0"}
     with Server(line, tiny, tmp_path / "log", environ=environ) as server:
         server.ready()
-        dying = Stream(server, {"prompt": ""}).join(20)
+        dying = Stream(server, KILLER).join(20)
         assert error_of(dying)["code"] == "engine_dead"
         assert not dying.done
         status, answer = server.post({"prompt": "x"}, timeout=10)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import textwrap
 
+import pytest
 from harness import Server, wait_until
+
+pytestmark = pytest.mark.usefixtures("killable")
 
 PROGRAM = """
     import importlib.util, pathlib, sys, threading

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import openai
 import pytest
-from harness import Server, wait_until
+from harness import KILLER, Server, wait_until
+
+pytestmark = pytest.mark.usefixtures("killable")
 
 
 def test_the_openai_client(line, faulty, tmp_path):
@@ -36,7 +38,7 @@ def test_the_openai_client(line, faulty, tmp_path):
 
 def test_the_openai_client_retries_a_503(line, tiny, tmp_path):
     with Server(line, tiny, tmp_path / "log", environ={"MLX_SHIM_GENERATION_DEATH": "0"}) as server:
-        server.ready().send_and_leave({"prompt": ""})
+        server.ready().send_and_leave(KILLER)
         assert wait_until(lambda: server.get("/health")[1]["status"] == "dead", 10)
         assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 0, 10)
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=1)

@@ -10,9 +10,10 @@ import subprocess
 import textwrap
 
 import pytest
-from harness import NEWEST, REPO, VENVS, Server, clean_environ, free_port, python_of, taken_port
+from harness import KILLER, NEWEST, REPO, VENVS, Server, clean_environ, free_port, python_of, taken_port
 
-KILLER = {"prompt": ""}
+pytestmark = pytest.mark.usefixtures("killable")
+
 
 IN_A_THREAD = """
     import threading

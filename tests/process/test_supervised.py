@@ -9,7 +9,9 @@ import textwrap
 import time
 
 import pytest
-from harness import NEWEST, REPO, VENVS, Inconclusive, Server, clean_environ, free_port, python_of, wait_until
+from harness import KILLER, NEWEST, REPO, VENVS, Inconclusive, Server, clean_environ, free_port, python_of, wait_until
+
+pytestmark = pytest.mark.usefixtures("killable")
 
 CONFIG = """
     [supervisord]
@@ -61,7 +63,7 @@ def test_supervisord_restarts_it_and_the_next_request_is_answered(line, tiny, tm
     with Supervised(line, tiny, tmp_path / "supervised") as server:
         server.ready()
         for _ in range(deaths):
-            server.send_and_leave({"prompt": ""})
+            server.send_and_leave(KILLER)
             killed = time.monotonic()
             assert wait_until(lambda: not answers(server), 30)
             server.ready()
@@ -78,7 +80,7 @@ def answers(server):
 
 def test_control_stock_is_never_restarted(line, tiny, tmp_path):
     with Supervised(line, tiny, tmp_path / "supervised", switch="0") as server:
-        server.ready().send_and_leave({"prompt": ""})
+        server.ready().send_and_leave(KILLER)
         time.sleep(8)
         if not server.is_zombie():
             raise Inconclusive("stock was restarted")

@@ -10,9 +10,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from harness import NEWEST, REPO, VENVS, Server, clean_environ, expect_zombie, python_of
+from harness import KILLER, NEWEST, REPO, VENVS, Server, clean_environ, expect_zombie, python_of
 
-KILLER = {"prompt": ""}
+pytestmark = pytest.mark.usefixtures("killable")
 
 
 def console_script(line):
