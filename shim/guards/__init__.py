@@ -34,6 +34,11 @@ GUARDS = (
     "batch_offset",
     "pinned_batch",
     "forged_fetch",
+    "exact_cache_hit",
+    "mixed_processors",
+    "quadratic_search",
+    "usage_option",
+    "models_listing",
 )
 
 
