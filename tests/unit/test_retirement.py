@@ -1,0 +1,114 @@
+"""A guard whose defect is cured in stock retires, by what stock does; and one that cannot tell stays away."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+from mlx_lm import server as stock_server
+from mlx_lm.models import cache as stock
+
+from shim.guards import (
+    Incompatible,
+    Retired,
+    exact_cache_hit,
+    models_listing,
+    quadratic_search,
+    usage_option,
+)
+
+
+def module(original, **cured):
+    return types.SimpleNamespace(**{**vars(original), "__name__": original.__name__, **cured})
+
+
+class Replaying(stock.LRUPromptCache):
+    def fetch_nearest_cache(self, model, tokens):
+        found, rest = super().fetch_nearest_cache(model, tokens)
+        return found, rest or tokens[-1:]
+
+
+class Linear(stock.PromptTrie):
+    def search(self, model, tokens):
+        return quadratic_search.searching(stock.PromptTrieResult)(self, model, tokens)
+
+
+class Different(stock.PromptTrie):
+    def search(self, model, tokens):
+        found = super().search(model, tokens)
+        return stock.PromptTrieResult(model, found.exact, None, found.longer, found.common_prefix)
+
+
+class Handler(stock_server.APIHandler):
+    def handle_completion(self, request, stop_words):
+        _ctx, response = self.response_generator.generate(request, stop_words)
+        assert list(response) == []
+        assert not self.stream_options.get("include_usage", False)
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def handle_models_request(self):
+        self.wfile.write(b'{"object": "list", "data": []}')
+
+
+def test_stock_has_the_defects():
+    for guard in (exact_cache_hit, quadratic_search):
+        guard.probe(stock)
+    for guard in (usage_option, models_listing):
+        guard.probe(stock_server)
+
+
+@pytest.mark.parametrize(
+    ("guard", "cured"),
+    [
+        (exact_cache_hit, module(stock, LRUPromptCache=Replaying)),
+        (quadratic_search, module(stock, PromptTrie=Linear)),
+        (usage_option, module(stock_server, APIHandler=Handler)),
+        (models_listing, module(stock_server, APIHandler=Handler)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_cure_retires_its_guard(guard, cured):
+    with pytest.raises(Retired):
+        guard.probe(cured)
+
+
+def test_a_search_that_finds_something_else_is_left_alone():
+    with pytest.raises(Incompatible, match=r"PromptTrie.search finds .* was expected"):
+        quadratic_search.probe(module(stock, PromptTrie=Different))
+
+
+def test_the_probes_leave_logging_alone():
+    """The first call of `logging.debug` sets logging up, and the server's own set-up would then do nothing."""
+    names = {"debug", "info", "warning", "error", "exception"}
+    quiet = types.SimpleNamespace(**dict.fromkeys(names, lambda *_, **__: pytest.fail("the probe logs")))
+    usage_option.probe(module(stock_server, logging=quiet))
+
+
+def test_what_goes_wrong_with_a_hit_is_computed_anew(capfd):
+    answers = iter([("a cache", [])])
+    tokens = [1, 2, 3]
+    assert exact_cache_hit._fetch(lambda *_: next(answers), None, ("model", tokens), {}) == (None, tokens)
+    assert "computed anew" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        (("cache", []), 1),  # an entry of all but the last token
+        (("cache", [2]), 2),
+        (("cache", [1, 2]), None),  # nothing of it is left
+        ((None, [1, 2]), None),
+    ],
+)
+def test_the_rest_is_never_empty(second, expected):
+    answers = iter([("a cache", []), second])
+    tokens = [1, 2, 3]
+    found, rest = exact_cache_hit._fetch(lambda *_: next(answers), None, (), {"model": "m", "tokens": tokens})
+    assert rest == (tokens if expected is None else tokens[-expected:])
+    assert found == (None if expected is None else "cache")
+
+
+def test_other_answers_are_stocks():
+    answer = ("a cache", [3])
+    assert exact_cache_hit._fetch(lambda *_: answer, None, ("model", [1, 2, 3]), {}) is not None
+    assert exact_cache_hit._fetch(lambda *_: ("a cache", []), None, ("model", []), {}) == ("a cache", [])
