@@ -103,12 +103,19 @@ def test_what_goes_wrong_with_a_hit_is_computed_anew(capfd):
 def test_the_rest_is_never_empty(second, expected):
     answers = iter([("a cache", []), second])
     tokens = [1, 2, 3]
-    found, rest = exact_cache_hit._fetch(lambda *_: next(answers), None, (), {"model": "m", "tokens": tokens})
+    found, rest = exact_cache_hit._fetch(lambda *_, **__: next(answers), None, (), {"model": "m", "tokens": tokens})
     assert rest == (tokens if expected is None else tokens[-expected:])
     assert found == (None if expected is None else "cache")
 
 
+def test_a_cache_that_is_shorter_than_its_key_is_not_used():
+    """As stock stores them beside a draft model."""
+    answers = iter([("a cache", []), ([types.SimpleNamespace(offset=1)], [])])
+    tokens = [1, 2, 3]
+    assert exact_cache_hit._fetch(lambda *_: next(answers), None, ("model", tokens), {}) == (None, tokens)
+
+
 def test_other_answers_are_stocks():
     answer = ("a cache", [3])
-    assert exact_cache_hit._fetch(lambda *_: answer, None, ("model", [1, 2, 3]), {}) is not None
+    assert exact_cache_hit._fetch(lambda *_: answer, None, ("model", [1, 2, 3]), {}) == answer
     assert exact_cache_hit._fetch(lambda *_: ("a cache", []), None, ("model", []), {}) == ("a cache", [])
