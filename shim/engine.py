@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal
 
 from .errors import ShimError
@@ -71,6 +72,8 @@ class Engine:
         self.single = False  # the generation thread serves one request alone, in the loop itself
         self.tokenizing = False  # the generation thread turns somebody's text into tokens
         self.inserting: Entry | None = None  # whose sequence goes into the batch next
+        self.batch: Callable[[], Any] = lambda: None  # the BatchGenerator of the requests, not kept alive by this
+        self.handling: Entry | None = None  # whose token the generation thread has just turned into text
         self.running = 0  # calls of the server's `run` under way
         self.runner: threading.Thread = threading.main_thread()  # who called it last
         self.run_error: BaseException | None = None  # what ended it
@@ -88,7 +91,8 @@ class Engine:
         # Those whose handler is done while the generation thread is not: computed for nobody, until it lets go of them.
         self.leaving: dict[int, Entry] = {}
         self.serving: dict[int, float] = {}
-        self.local = threading.local()  # .handler: whom this thread serves; .entry: the request it is opening
+        # .handler: whom this thread serves; .entry: the request it is opening; .inserted: what it put into the batch
+        self.local = threading.local()
         self._numbers = itertools.count(1)
 
     def attach(self, generator: Any) -> None:

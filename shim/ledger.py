@@ -33,9 +33,12 @@ class ResponseQueue(queue.Queue[Any]):
         self._entry = entry
         self._token = token  # the server's class Response: one token
         self._looked = 0.0
+        self.closed = False  # its request has failed, and the generation thread may not know it yet
         entry.queue = self
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        if self.closed:
+            return
         try:
             self._note(item)
         except Stopped:
@@ -97,6 +100,12 @@ class ResponseQueue(queue.Queue[Any]):
         entry.last = engine.delivered = engine.clock
         entry.mark = engine.deliveries = engine.deliveries + 1
         entry.step = engine.steps
+
+    def close(self, error: BaseException) -> None:
+        """In the generation thread: end the request with `error`, and drop what that thread still puts for it."""
+        self.put(error)
+        self.closed = True
+        engine.stop(self._entry)
 
     def fail(self, error: ShimError) -> None:
         """Wake the waiter with `error`: the stock server raises what it finds on its queue."""

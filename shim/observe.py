@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -115,7 +116,8 @@ def _inserted(batch: Any, args: Any, kwargs: Any, uids: Any) -> None:
     """Remember whose sequence this is: the entry whose context was put on its queue just before."""
     entry, engine.inserting = engine.inserting, None
     if entry is not None and len(uids) == 1:
-        entries_of(batch)[uids[0]] = entry
+        entries_of(batch)[uids[0]] = engine.local.inserted = entry
+        engine.batch = weakref.ref(batch)
 
 
 def _stepped(batch: Any, args: Any, kwargs: Any, responses: Any) -> None:

@@ -33,9 +33,12 @@ def cached() -> Path:
 
 
 def make(folder: Path, **config: Any) -> Path:
-    """Write the model into `folder`; `config` adds to or replaces entries of config.json."""
+    """Write the model into `folder`; `config` adds to or replaces entries of config.json.
+
+    A `vocab_size` above that of the tokenizer pads the vocabulary, as many models do.
+    """
     folder.mkdir(parents=True)
-    _write_weights(folder / "model.safetensors")
+    _write_weights(folder / "model.safetensors", config.get("vocab_size", VOCABULARY))
     _write_tokenizer(folder)
     shape = {
         "model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "intermediate_size": FEED_FORWARD,
@@ -52,12 +55,12 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-lm-shim"
 
 
-def _write_weights(path: Path) -> None:
+def _write_weights(path: Path, vocabulary: int) -> None:
     import mlx.core as mx
 
     mx.random.seed(0)
     key_value = HIDDEN // HEADS * KV_HEADS
-    shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    shapes = {"model.embed_tokens.weight": (vocabulary, HIDDEN), "model.norm.weight": (HIDDEN,)}
     for layer in range(LAYERS):
         shapes |= {
             f"model.layers.{layer}.{name}.weight": shape

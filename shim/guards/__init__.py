@@ -29,6 +29,7 @@ GUARDS = (
     "bad_request",
     "unbounded_body",
     "slow_client",
+    "shared_fault",
     "untruthful_health",
     "arrays_cache",
     "batch_offset",

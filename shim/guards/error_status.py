@@ -128,7 +128,8 @@ def _translate(cause: BaseException) -> ShimError:
         return engine.ending or errors.engine_dead()
     if origin is None:  # the handler's own
         return ShimError(500, "internal_error", f"the answer could not be made: {what}")
-    return ShimError(500, "generation_failed", f"the generation failed: {what}")
+    where = getattr(cause, "_shim_where", "")
+    return ShimError(500, "generation_failed", f"the generation failed{where and ' in '}{where}: {what}")
 
 
 def _translate_load(cause: BaseException, what: str) -> ShimError:

@@ -40,13 +40,14 @@ class _Owning:
 
     def own_or_leave(self, layer: Any) -> None:
         """Layer by layer, so that no more than one is there twice. Where there is no room for a copy, it stays as it is."""
-        as_it_was = dict(vars(layer))
+        own = getattr(layer, "__dict__", {})  # a layer without one is refused below
+        as_it_was = dict(own)
         arrays: list[Any] = []
         try:
             self.own(layer, arrays)
             self.mx.eval(arrays)
         except Exception as error:
-            vars(layer).update(as_it_was)
+            own.update(as_it_was)
             report.line(f"an entry of the prompt cache stays in its batch: {error!r}")
 
     def own(self, layer: Any, arrays: list[Any]) -> None:
