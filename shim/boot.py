@@ -58,9 +58,10 @@ def _hook(names: list[str]) -> Callable[[Any], None]:
 
 
 def _apply(name: str, module: Any) -> report.State:
-    if not settings.current.guard_is_on(name):
-        return _off(name)
     guard = _guard(name)
+    needs = getattr(guard, "NEEDS", None)
+    if not settings.current.guard_is_on(name) or (needs and not getattr(settings.current, needs)):
+        return _off(name, needs)
     try:
         guard.probe(module)
         guard.apply(module)
@@ -68,12 +69,16 @@ def _apply(name: str, module: Any) -> report.State:
         return report.State("retired", str(reason))
     except guards.Incompatible as reason:
         return report.State("incompatible", str(reason))
+    except guards.Refused as reason:
+        return report.State("failed", str(reason))
     except Exception as error:
         return report.State("failed", report.one_line(repr(error)))
     return report.State("active")
 
 
-def _off(name: str) -> report.State:
+def _off(name: str, needs: str | None = None) -> report.State:
+    if settings.current.guard_is_on(name):
+        return report.State("off", f"{settings.variable(needs or name)} is not set")
     return report.State("off", f"{settings.variable(name)} is off")
 
 
@@ -90,9 +95,28 @@ def _server_starts() -> None:
     shown = ", ".join(f"{name} {state}" for name, state in report.states.items())
     versions = f"mlx-lm {report.version_of('mlx-lm')}, mlx {report.version_of('mlx')}"
     report.line(f"{__version__}, {versions}; guards: {shown}")
+    unkept = _unkept()
+    if unkept:
+        fatal.prepare()
+        fatal.end(fatal.EX_CONFIG, "; ".join(unkept))
     if settings.current.strict:
         broken = [name for name, state in report.states.items() if state.kind in ("incompatible", "failed")]
         reasons = [*broken, *_blind, *_bad_values]
         if reasons:
             fatal.prepare()
             fatal.end(fatal.EX_CONFIG, "MLX_SHIM_STRICT refuses to start: " + "; ".join(reasons))
+
+
+def _unkept() -> list[str]:
+    """What a setting asks for and no guard gives: reasons not to start. That a guard's switch wants it so is said."""
+    reasons = []
+    for name in guards.GUARDS:
+        needs = getattr(_guard(name), "NEEDS", None)
+        if not needs or not getattr(settings.current, needs):
+            continue
+        state = report.states.get(name)
+        if not settings.current.guard_is_on(name):
+            report.line(f"{settings.variable(needs)} has no effect: {settings.variable(name)} is off")
+        elif state is None or state.kind != "active":
+            reasons.append(f"what {settings.variable(needs)} asks for cannot be given: {name} {state}")
+    return reasons

@@ -51,6 +51,12 @@ def request_timeout(seconds: float) -> ShimError:
     return ShimError(504, "request_timeout", f"the request took longer than MLX_SHIM_REQUEST_TIMEOUT, {seconds:g} s")
 
 
+def no_key() -> ShimError:
+    return ShimError(
+        401, "invalid_api_key", "this server wants its API key, and only that, in the header Authorization: Bearer KEY"
+    )
+
+
 def invalid(param: str, message: str, code: str = "invalid_value") -> ShimError:
     """A 400 about one field of the request; `message` says what was given and what is accepted."""
     return ShimError(400, code, message, param=param)

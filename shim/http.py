@@ -13,6 +13,7 @@ from . import report
 from .errors import ShimError
 
 LINGER = 10.0  # seconds for which an unread body is read and thrown away, at most
+_UNAUTHORIZED = 401
 
 
 class HeldBody:
@@ -70,6 +71,8 @@ def send(handler: Any, status: int, body: bytes, retry_after: int | None = None,
     handler.send_header("Content-Length", str(len(body)))
     if retry_after is not None:
         handler.send_header("Retry-After", str(retry_after))
+    if status == _UNAUTHORIZED:
+        handler.send_header("WWW-Authenticate", "Bearer")  # RFC 9110 wants it
     handler._set_cors_headers()
     lines = getattr(handler, "_headers_buffer", [])  # there is none for a client that speaks HTTP/0.9
     headers = b"".join(lines) + b"\r\n" if lines else b""
@@ -77,22 +80,23 @@ def send(handler: Any, status: int, body: bytes, retry_after: int | None = None,
     (raw or handler.wfile).write(headers + body)
 
 
-def refuse(handler: Any, error: ShimError) -> None:
-    """Answer a request of which nothing has been acted on, read or not, and close the connection."""
+def refuse(handler: Any, error: ShimError, linger: float = LINGER) -> None:
+    """Answer a request of which nothing has been acted on, its body read or not, and close the connection."""
     logging.getLogger("mlx_lm.server").warning("request answered %d: %s", error.status, report.one_line(error))
     handler.close_connection = True
     handler._headers_buffer = []
+    body = b"" if handler.command == "HEAD" else json.dumps(error.body()).encode()
     try:
-        send(handler, error.status, json.dumps(error.body()).encode(), error.retry_after)
-        _linger(handler.connection)
+        send(handler, error.status, body, error.retry_after)
+        _read_out(handler.connection, linger)
     except OSError as gone:
         report.debug(f"nobody is there to be told: {gone!r}")
 
 
-def _linger(connection: socket.socket) -> None:
-    """Read on until the client has sent all: closing on unread bytes resets the connection, and the answer is lost."""
+def _read_out(connection: socket.socket, seconds: float) -> None:
+    """Let the client send the rest: closing on unread bytes resets the connection, and the answer is lost."""
     connection.shutdown(socket.SHUT_WR)
-    deadline = time.monotonic() + LINGER
+    deadline = time.monotonic() + seconds
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     scratch = bytearray(65536)

@@ -151,6 +151,11 @@ class Settings:
         "0", "number", parse_kv_size,
         "tokens a rotating KV cache keeps (docs/limits.md says what that does); 0 is no limit", "unlimited_tokens",
     )  # fmt: skip
+    api_key_file: str = _setting(
+        "", "file", str.strip,
+        "a file with the key that clients must bring as a Bearer token; a file that cannot be used stops the server at "
+        "start (78)", "open_door",
+    )  # fmt: skip
     guards_off: frozenset[str] = frozenset()
 
     def guard_is_on(self, name: str) -> bool:

@@ -87,6 +87,7 @@ class Server:
         self.log = log
         self.line = line
         self.sockets: list[socket.socket] = []
+        self.headers: dict[str, str] = {}  # sent with every request
         program = (python_of(line), *entry) if entry[0].startswith("-") or entry[0].endswith(".py") else entry
         command = [*prefix, *program, "--port", str(self.port), *args]
         if model is not None:
@@ -148,7 +149,7 @@ class Server:
         connection = self.connect(timeout)
         try:
             raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request("POST", path, raw, {"Content-Type": "application/json"})
+            connection.request("POST", path, raw, {"Content-Type": "application/json"} | self.headers)
             answer = connection.getresponse()
             text = answer.read().decode(errors="replace")
         finally:
@@ -161,7 +162,7 @@ class Server:
     def get(self, path: str, timeout: float = 10) -> tuple[int, Any]:
         connection = self.connect(timeout)
         try:
-            connection.request("GET", path)
+            connection.request("GET", path, headers=self.headers)
             answer = connection.getresponse()
             text = answer.read().decode(errors="replace")
         finally:
@@ -215,7 +216,9 @@ class Stream:
         server, body, path, timeout = self._args
         connection = server.connect(timeout)
         try:
-            connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+            connection.request(
+                "POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"} | server.headers
+            )
             answer = connection.getresponse()
             self.status, self.headers = answer.status, dict(answer.headers)
             for raw in answer:

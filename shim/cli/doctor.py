@@ -91,9 +91,15 @@ def _print_guards(found: dict[str, Any]) -> list[str]:
     """Print the state of every guard; return what to do about those that are on and not at work."""
     print("\nguards")
     faults = [f"pip install 'wrapt>=1.16,!=2.2.0': {found['wrapt']}"] if found["wrapt"] else []
+    unkept = {
+        row.guard: row.variable for row in settings.table() if row.kind == "file" and os.environ.get(row.variable)
+    }
     for name, (kind, reason) in found["states"].items():
         print(f"  {name:24}{kind}{f' ({reason})' if reason else ''}")
         if kind in ("incompatible", "failed"):
+            if name in unkept:
+                faults.append(f"{name} is {kind}: {reason}; the server does not start (78) while {unkept[name]} is set")
+                continue
             faults.append(
                 f"{name} is {kind}: {reason}; a newer shim may know this mlx-lm; {settings.variable(name)}=0 accepts it"
             )
@@ -108,6 +114,8 @@ def _print_settings() -> list[str]:
         given = os.environ.get(row.variable, "").strip()
         if any(text.startswith(f"{row.variable}=") for text in bad):
             given = ""
+        if row.kind == "file" and given and not os.path.exists(os.path.expanduser(given)):  # noqa: PTH110, PTH111 - never raises
+            given = "(no file)"  # it may be the secret itself, in the wrong place
         print(f"  {row.variable:32}{given or row.default:10}{'set' if given else 'default'}")
     for text in (*bad, *unknown):
         print(f"  {text}")

@@ -6,6 +6,8 @@ A guard's module has a docstring that says what goes wrong and how it is answere
     MODULE      the module of mlx_lm whose import brings the guard in
     probe(m)    raises Retired where this version does not have the defect, Incompatible where it cannot be guarded
     apply(m)    wraps names of that module
+    NEEDS       where there is one: the setting the guard works by. Without it the guard is off; with it no server starts
+                unless the guard is at work, or off by its switch
 
 Whether a guard is on is its switch, MLX_SHIM_<NAME>. Guards do not call one another: they share `engine`.
 """
@@ -40,6 +42,7 @@ GUARDS = (
     "quadratic_search",
     "usage_option",
     "models_listing",
+    "open_door",
 )
 
 
@@ -49,6 +52,10 @@ class Retired(Exception):
 
 class Incompatible(Exception):
     """Raised by a probe: the names the guard needs are not as it knows them, and which."""
+
+
+class Refused(Exception):
+    """Raised by apply: what the guard's setting asks for cannot be given, and why."""
 
 
 def require(module: Any, *paths: str) -> None:
