@@ -11,8 +11,9 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
@@ -78,6 +79,8 @@ class Server:
     `entry` is what follows the line's interpreter, or a command of its own; the server's arguments are appended.
     """
 
+    headers: Mapping[str, str] = MappingProxyType({})  # sent with every request
+
     def __init__(
         self, line: str, model: Path | str | None, log: Path, *, entry: tuple[str, ...] = ("-m", "mlx_lm", "server"),
         args: tuple[str, ...] = (), environ: dict[str, str | None] | None = None, port: int | None = None,
@@ -87,7 +90,6 @@ class Server:
         self.log = log
         self.line = line
         self.sockets: list[socket.socket] = []
-        self.headers: dict[str, str] = {}  # sent with every request
         program = (python_of(line), *entry) if entry[0].startswith("-") or entry[0].endswith(".py") else entry
         command = [*prefix, *program, "--port", str(self.port), *args]
         if model is not None:

@@ -63,7 +63,7 @@ def _is_contained(entry: Entry | None, what: str, error: Exception) -> bool:
     if entry is None or isinstance(error, _UNSOUND) or engine.distributed:
         return False
     if not entry.queue.closed:  # until stock takes it out of the batch, it may fail again and again
-        report.line(f"request {entry.id} failed alone, in {what}: {error!r}")
+        report.line_at_once(f"request {entry.id} failed alone, in {what}: {error!r}")
         entry.queue.close(error)
     return True
 
@@ -181,6 +181,6 @@ class _Keeping:
             except Exception as error:
                 if isinstance(error, _UNSOUND) or engine.distributed:
                     raise
-                report.line(f"a cache cannot be counted and is not kept: {error!r}")
+                report.line_at_once(f"a cache cannot be counted and is not kept: {error!r}")
                 return None
         return wrapped(*args, **kwargs)
