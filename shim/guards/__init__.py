@@ -37,6 +37,7 @@ GUARDS = (
     "batch_offset",
     "pinned_batch",
     "forged_fetch",
+    "overlong_key",
     "exact_cache_hit",
     "mixed_processors",
     "quadratic_search",
