@@ -34,6 +34,7 @@ class ResponseQueue(queue.Queue[Any]):
         self._token = token  # the server's class Response: one token
         self._looked = 0.0
         self.closed = False  # its request has failed, and the generation thread may not know it yet
+        entry.last = engine.clock  # from now on it waits for the engine; its handler may have downloaded a model before
         entry.queue = self
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:

@@ -156,6 +156,11 @@ class Settings:
         "a file with the key that clients must bring as a Bearer token; a file that cannot be used stops the server at "
         "start (78)", "open_door",
     )  # fmt: skip
+    allowed_models: tuple[str, ...] = _setting(
+        "", "names", parse_names,
+        "separated by commas: requests may name only these, and what the command line names, as model, draft_model or "
+        "adapters; empty is any", "any_model",
+    )  # fmt: skip
     guards_off: frozenset[str] = frozenset()
 
     def guard_is_on(self, name: str) -> bool:

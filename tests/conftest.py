@@ -27,13 +27,18 @@ class FaultyModel:
     def __init__(self, folder: Path, **fault: object) -> None:
         self.trigger = folder.with_suffix(".trigger")
         self.counted = folder.with_suffix(".counted")
-        files = {"trigger": str(self.trigger), "counted": str(self.counted)}
+        self.loaded = folder.with_suffix(".loaded")
+        files = {"trigger": str(self.trigger), "counted": str(self.counted), "loaded": str(self.loaded)}
         self.path = tiny_model.make(folder, model_file="model.py", fault=files | fault)
         shutil.copy(Path(__file__).with_name("faulty_model.py"), folder / "model.py")
         self.args = ("--trust-remote-code",)
 
     def fire(self) -> None:
         self.trigger.touch()
+
+    @property
+    def loads(self) -> int:
+        return self.loaded.stat().st_size
 
 
 @pytest.fixture

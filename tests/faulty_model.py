@@ -1,7 +1,8 @@
 """A tiny llama that misbehaves in its forward pass, as real models have: mlx_lm loads it as the folder's `model_file`.
 
 config.json holds {"fault": {"kind": KIND, "trigger": PATH, ...}}: the fault happens once the file PATH exists. `delay`,
-`prefill_delay` and `load_delay` are seconds; `count` has each forward add a byte to the file `counted`.
+`prefill_delay` and `load_delay` are seconds; `count` has each forward add a byte to the file `counted`. Each load adds one
+to the file `loaded`.
 """
 
 import ctypes
@@ -51,6 +52,8 @@ class Model(llama.Model):
     def __init__(self, args):
         super().__init__(args)
         self._fault = args.fault
+        with Path(self._fault["loaded"]).open("a") as loaded:
+            loaded.write(".")
         time.sleep(self._fault.get("load_delay", 0))
 
     def __call__(self, inputs, *args, **kwargs):

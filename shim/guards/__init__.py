@@ -44,6 +44,9 @@ GUARDS = (
     "usage_option",
     "models_listing",
     "open_door",
+    "dropped_model",
+    "needless_drain",
+    "any_model",
 )
 
 

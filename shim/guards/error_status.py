@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .. import errors, http, patch, report
+from .. import errors, http, models, patch, report
 from ..engine import engine
 from ..errors import ClientGone, ShimError
 from . import require
@@ -22,11 +22,6 @@ UPSTREAM = "mlx-lm 1693, 1685, 1034, 1909"
 MODULE = "mlx_lm.server"
 
 NOT_FOUND = 404
-# What Hugging Face's hub and the file system raise for a model that is not there, by name: the hub may be absent.
-_NO_SUCH_MODEL = {
-    "FileNotFoundError", "NotADirectoryError", "HFValidationError", "RepositoryNotFoundError", "LocalEntryNotFoundError",
-    "RevisionNotFoundError", "EntryNotFoundError", "GatedRepoError", "OfflineModeIsEnabled",
-}  # fmt: skip
 
 
 class _Answer(Exception):
@@ -136,7 +131,7 @@ def _translate_load(cause: BaseException, what: str) -> ShimError:
     named = getattr(cause, "_shim_named", ())
     if any(name is not None and not isinstance(name, str) for name in named):
         return ShimError(400, "invalid_request", "model, adapters and draft_model are names: strings")
-    missing = any(kind.__name__ in _NO_SUCH_MODEL for kind in type(cause).__mro__)
-    if missing and not all(Path(name).exists() for name in named if name not in (None, "default_model")):
+    names = [name for name in named if name not in (None, models.DEFAULT)]
+    if models.is_missing(cause) and not all(Path(name).exists() for name in names):
         return ShimError(404, "model_not_found", report.one_line(cause))
     return ShimError(500, "model_load_failed", f"the model could not be loaded: {what}")

@@ -43,7 +43,8 @@ def _check() -> None:
     now = engine.clock
     # A request whose client has left counts until the engine lets go of it: it may be what the engine is stuck in.
     known = [*list(engine.entries.values()), *list(engine.leaving.values())]
-    entries = [entry for entry in known if entry.phase != FINISHED]
+    # One without a queue has not been handed to the engine: its handler is still at it, downloading a model perhaps.
+    entries = [entry for entry in known if entry.queue is not None and entry.phase != FINISHED]
     _note_pause(entries, now)
     verdicts = {entry.id: (entry, why) for entry in entries if (why := _judge(entry, entries, now))}
     for number in [n for n in _suspects if n not in verdicts]:

@@ -1,0 +1,139 @@
+"""A request that names a model which cannot be loaded costs everybody the one that is.
+
+Stock drains the batch, drops the loaded model, and only then tries to load what was named; a typing error makes the
+next request wait for the model to be loaded again. Here what can be told from the files is told in the handler's
+thread, before the request is queued, and so is a download. Where a load fails all the same, the former model is loaded
+again before the next request, unless several machines share it: they may have failed each in its own way.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+from types import SimpleNamespace
+from typing import Any
+
+from .. import errors, model_files, models, patch, report
+from ..engine import engine
+from ..errors import ShimError
+from . import Incompatible, Retired, require
+
+UPSTREAM = "none"
+MODULE = "mlx_lm.server"
+
+
+class _Dropped(Exception):
+    """What the probe waits for: the model is dropped, and nothing has been loaded."""
+
+
+def _drop() -> None:
+    raise _Dropped
+
+
+def probe(server: Any) -> None:
+    require(
+        server, "ResponseGenerator.generate", "ModelProvider.load", "ModelProvider._load", "ModelDescription", "load",
+    )  # fmt: skip
+    provider = object.__new__(server.ModelProvider)
+    provider.model_key = former = ("a model", None, None)
+    provider.is_distributed = False
+    provider.cli_args = SimpleNamespace(trust_remote_code=False, use_default_chat_template=False)
+    provider._tokenizer_config = {}
+    provider.reset = _drop  # before stock, from 0.32 on, goes on to ask MLX: an import should not
+    try:
+        provider._load(os.devnull)
+    except _Dropped:
+        return
+    except (OSError, ValueError):  # it was about to open /dev/null/config.json
+        if provider.model_key == former:
+            raise Retired("a load that fails leaves the loaded model") from None
+    except Exception as error:
+        raise Incompatible(f"ModelProvider._load fails otherwise than expected: {error!r}") from error
+
+
+def apply(server: Any) -> None:
+    patch.wrap(server, "ResponseGenerator.generate", _Checking(server.ModelDescription))
+    patch.wrap(server, "ModelProvider._load", _load)
+
+
+class _Checking:
+    """Around `generate`, in the handler's thread: what is raised here is answered to this request alone."""
+
+    def __init__(self, description: type) -> None:
+        self.description = description
+
+    def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        named = models.described(args, kwargs)
+        if named is not None:
+            self.check(instance.model_provider, named)
+        return wrapped(*args, **kwargs)
+
+    def check(self, provider: Any, named: Any) -> None:
+        for param, value, optional in (
+            ("model", named.model, False),
+            ("adapters", named.adapter, True),
+            ("draft_model", named.draft, True),
+        ):
+            if not isinstance(value, (str, os.PathLike)) and not (optional and value is None):
+                wanted = "a string or null" if optional else "a string"
+                raise errors.invalid(param, f"{param} must be {wanted}, not of type {type(value).__name__}")
+        key = models.resolve(provider, named)
+        if key is None or key == provider.model_key:
+            return
+        if key[0] is None:
+            told = "the server was started without --model: the request has to name one"
+            raise ShimError(404, "model_not_found", told, param="model")
+        if provider.model_key is None and key == models.default_key(provider, self.description):
+            return  # it is being loaded, or there is nothing to lose
+        _check_files(provider, key)
+
+
+def _check_files(provider: Any, key: models.Key) -> None:
+    model, adapter, draft = key
+    shared = provider.is_distributed
+    if shared and (adapter is not None or draft is not None):
+        param = "adapters" if adapter is not None else "draft_model"
+        raise errors.invalid(param, f"{param} cannot be used where several machines share a model")
+    trusted = model_files.runs_code(provider, draft=False)
+    model_files.check_model("model", model, trusted=trusted, shards=shared)
+    if adapter is not None:
+        model_files.check_adapter(adapter)
+    if draft is not None:
+        trusted = model_files.runs_code(provider, draft=True)
+        model_files.check_model("draft_model", draft, trusted=trusted, shards=False)
+
+
+def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """In the generation thread, within stock's try: what is raised here goes to the request that named the model."""
+    former = instance.model_key
+    try:
+        return wrapped(*args, **kwargs)
+    except Exception as error:
+        dropped = former is not None and instance.model_key != former
+        if dropped and not instance.is_distributed and not engine.stopping:
+            _restore(instance, former, error)
+        raise
+
+
+def _restore(provider: Any, former: models.Key, error: BaseException) -> None:
+    """Load the former model again. Where that fails too, nothing is loaded, as with stock, and a later request may try."""
+    _release(error)
+    provider.model_key = None  # 0.32 fails with it set where only the processor cannot be made
+    try:
+        provider._load(*former)  # with all that is wrapped around it: whoever watches loads sees this one
+    except Exception as again:
+        _release(again)
+        report.line(f"the model {models.shown(former[0])} could not be loaded again, no model is loaded: {again!r}")
+    else:
+        report.line(f"the model {models.shown(former[0])} is loaded again: what a request named could not be")
+
+
+def _release(error: BaseException | None) -> None:
+    """Let go of what the frames of a failed load hold: weights, and there may be no room for two models."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
