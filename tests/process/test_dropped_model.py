@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 
 import pytest
 from harness import Inconclusive, Server, Stream, wait_until
@@ -13,7 +14,7 @@ from shim.cli import tiny_model
 
 HUB_NAME = "test/tiny"
 OFF = {f"MLX_SHIM_{name}": "0" for name in ("DROPPED_MODEL", "NEEDLESS_DRAIN", "ANY_MODEL")}
-LONG, SHORT = 150, 3  # tokens; a token takes 20 ms
+LONG, SHORT = 60, 3  # tokens; a token takes 20 ms
 
 
 class Folders:
@@ -62,7 +63,8 @@ class Folders:
         for value in (5, ["x"], {"a": "b"}, True):
             yield {"draft_model": value}, 400, "invalid_value", "a string or null"
         yield {"draft_model": "no/such"}, 404, "model_not_found", "does not exist"
-        yield {"adapters": "/no/such"}, 404, "model_not_found", "does not exist"
+        # Beside the name default_model, 0.32 passes over the adapters of a request.
+        yield {"model": str(self.snapshot), "adapters": "/no/such"}, 404, "model_not_found", "does not exist"
         yield {"model": str(self.snapshot), "adapters": str(self.root)}, 400, "invalid_value", "no adapter_config.json"
         adapter = self.root / "adapter"
         adapter.mkdir()
@@ -131,7 +133,8 @@ def serve(line, folders, **environ):
 
 
 def start_four(server, tag):
-    streams = [Stream(server, {"prompt": f"{tag} {n}", "max_tokens": LONG, "temperature": 0}) for n in range(4)]
+    usual = {"max_tokens": LONG, "temperature": 0, "stream_options": {"include_usage": True}}
+    streams = [Stream(server, {"prompt": f"{tag} {n}", **usual}) for n in range(4)]
     assert all(stream.first.wait(30) for stream in streams)
     return streams
 
@@ -140,7 +143,7 @@ def texts(streams):
     for stream in streams:
         stream.join()
         assert (stream.status, stream.done, stream.error) == (200, True, None), stream.lines[-3:]
-        assert sum(1 for _ in stream.events) >= LONG
+        assert list(stream.events)[-1]["usage"]["completion_tokens"] == LONG
     return [stream.text for stream in streams]
 
 
@@ -151,15 +154,19 @@ def test_no_request_costs_others_their_model(line, folders):
         expected = texts(start_four(server, "undisturbed"))
         broken = list(folders.broken())
         streams = start_four(server, "undisturbed")
+        began = time.monotonic()
         for named, status, code, says in broken:
             got, answer = server.post({"prompt": "x", "max_tokens": 1, **named})
+            assert "error" in answer, (str(named)[:80], answer)
             told = str(named)[:80], answer
             assert (got, answer["error"]["code"]) == (status, code), told
             assert answer["error"]["param"] == list(named)[-1], told
             assert says in answer["error"]["message"], told
             assert len(answer["error"]["message"]) < 500, told
+        print(f"{line}: {len(broken)} requests in {time.monotonic() - began:.2f} s")
+        assert any(stream.thread.is_alive() for stream in streams), "all this was to happen beside them"
         assert texts(streams) == expected
-        beside = Stream(server, {"prompt": "beside", "max_tokens": 2 * LONG, "model": "default_model"})
+        beside = Stream(server, {"prompt": "beside", "max_tokens": LONG, "model": "default_model"})
         assert beside.first.wait(30)
         for n, name in enumerate((HUB_NAME, folders.snapshot, f"{folders.snapshot}/", folders.root / "link")):
             body = {"prompt": f"alias {n}", "max_tokens": SHORT, "model": str(name), "draft_model": None}
@@ -205,7 +212,7 @@ def test_only_allowed_models(line, folders):
         for named in ({"model": str(second)}, {"draft_model": str(second)}, {"adapters": str(second)}, {"model": "/"}):
             status, answer = server.post({"prompt": "x", **named})
             assert (status, answer["error"]["code"]) == (404, "model_not_found")
-            assert answer["error"]["param"] == list(named)[0]
+            assert answer["error"]["param"] == next(iter(named))
             assert "not among the models" in answer["error"]["message"]
         status, answer = server.post({"prompt": "x", "model": "some/name"})
         assert (status, "does not exist" in answer["error"]["message"]) == (404, True)
