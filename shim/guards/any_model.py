@@ -15,7 +15,7 @@ from ..engine import engine
 from ..errors import ShimError
 from . import require
 
-UPSTREAM = "none"
+UPSTREAM = "mlx-lm 1892, 1893, 152"
 MODULE = "mlx_lm.server"
 
 

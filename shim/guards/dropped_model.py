@@ -19,7 +19,7 @@ from ..engine import engine
 from ..errors import ShimError
 from . import Incompatible, Retired, require
 
-UPSTREAM = "none"
+UPSTREAM = "no issue known; mlx-examples 887 was an earlier form"
 MODULE = "mlx_lm.server"
 
 
