@@ -7,7 +7,7 @@ setting all is as stock.
 
 from __future__ import annotations
 
-import dataclasses
+import types
 from typing import Any
 
 from .. import models, patch, settings
@@ -59,6 +59,5 @@ def _scan_cache_dir(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     allowed = settings.current.allowed_models
     if not allowed:
         return found
-    return dataclasses.replace(
-        found, repos=frozenset(repo for repo in found.repos if repo.repo_id in (*allowed, engine.model_name))
-    )
+    known = (*allowed, engine.model_name)
+    return types.SimpleNamespace(repos=frozenset(repo for repo in found.repos if repo.repo_id in known))

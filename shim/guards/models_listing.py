@@ -12,8 +12,8 @@ import io
 import types
 from typing import Any
 
-from .. import patch, rehearsal, report
-from ..rehearsal import Anything
+from .. import patch, dry_run, report
+from ..dry_run import Anything
 from . import Retired, require
 
 UPSTREAM = "mlx-lm 632"
@@ -32,7 +32,7 @@ def probe(server: Any) -> None:
         raise OSError
 
     with contextlib.suppress(Exception):  # only a body tells that there is nothing to guard
-        rehearsal.of(server.APIHandler.handle_models_request, scan_cache_dir=scan_cache_dir)(handler)
+        dry_run.of(server.APIHandler.handle_models_request, scan_cache_dir=scan_cache_dir)(handler)
     if out.getvalue():
         raise Retired("a scan that fails leaves an answer with a body")
 

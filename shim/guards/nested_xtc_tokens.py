@@ -6,10 +6,10 @@ flat, as it has been since 0.32.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-from .. import patch
+from .. import dry_run, patch
+from ..dry_run import Anything
 from . import Incompatible, Retired, require
 
 UPSTREAM = "none filed; cured in mlx-lm 0.32.0"
@@ -17,13 +17,11 @@ MODULE = "mlx_lm.server"
 
 
 def probe(server: Any) -> None:
+    """See what stock's own function gives to make_sampler."""
     require(server, "_make_sampler", "make_sampler")
     given: dict[str, Any] = {}
-    stock, server.make_sampler = server.make_sampler, lambda *_, **named: given.update(named)
-    try:
-        server._make_sampler(_Anything(), _Anything(encode=lambda _: [1], eos_token_id=2, eos_token_ids={2}))
-    finally:
-        server.make_sampler = stock
+    make = dry_run.of(server._make_sampler, make_sampler=lambda *_, **named: given.update(named))
+    make(Anything(), Anything(encode=lambda _: [1], eos_token_id=2, eos_token_ids={2}))
     if "xtc_special_tokens" not in given:
         raise Incompatible("_make_sampler gives make_sampler no xtc_special_tokens")
     if not any(isinstance(token, list) for token in given["xtc_special_tokens"]):
@@ -32,11 +30,6 @@ def probe(server: Any) -> None:
 
 def apply(server: Any) -> None:
     patch.wrap(server, "make_sampler", _make_sampler)
-
-
-class _Anything(SimpleNamespace):
-    def __getattr__(self, name: str) -> Any:
-        return _Anything()
 
 
 def _make_sampler(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -10,8 +10,8 @@ import contextlib
 import io
 from typing import Any
 
-from .. import patch, rehearsal
-from ..rehearsal import Anything
+from .. import patch, dry_run
+from ..dry_run import Anything
 from . import Retired, require
 
 UPSTREAM = "no issue known"
@@ -30,7 +30,7 @@ def probe(server: Any) -> None:
     )  # fmt: skip
     # Whatever goes wrong in it: only an answer that is seen to be complete tells that there is nothing to guard.
     with contextlib.suppress(Exception):
-        rehearsal.of(server.APIHandler.handle_completion, logging=Anything())(handler, Anything(), [])
+        dry_run.of(server.APIHandler.handle_completion, logging=Anything())(handler, Anything(), [])
     if b"[DONE]" in out.getvalue():
         raise Retired("a stream with empty stream_options is complete")
 

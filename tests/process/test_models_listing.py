@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness import Inconclusive, Server
+from harness import NEWEST, Inconclusive, Server
 
 from shim.guards import models_listing
 
@@ -71,3 +71,20 @@ def test_any_failure_is_an_empty_list(error, capfd):
 
     assert models_listing._Scan()(scan_cache_dir, None, (), {}).repos == frozenset()
     assert str(error) in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_the_list_has_only_what_a_request_may_name(tiny, tmp_path, guarded):
+    """With a cache and, at first, without one."""
+    cache = tmp_path / "home" / "hub"
+    environ = {"HF_HOME": str(cache.parent), "HF_HUB_CACHE": None, "MLX_SHIM_ALLOWED_MODELS": "some/allowed"}
+    environ |= {} if guarded else {"MLX_SHIM_ANY_MODEL": "0"}
+    with Server(NEWEST, tiny, tmp_path / "log", environ=environ) as server:
+        assert names(server.ready()) == [str(tiny.resolve())]
+        for name in ("allowed", "other"):
+            make_entry(cache / f"models--some--{name}")
+        listed = set(names(server))
+        if guarded:
+            assert listed == {"some/allowed", str(tiny.resolve())}
+        elif "some/other" not in listed:
+            raise Inconclusive(f"stock lists {listed}")

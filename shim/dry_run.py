@@ -23,7 +23,7 @@ def of(function: Any, **names: Any) -> Callable[..., Any]:
 
 
 class Anything:
-    """Stands for what the rehearsed function merely passes by: any attribute, any call, an iteration over nothing."""
+    """Stands for what the function merely passes by: any attribute, any call, an iteration over nothing."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
