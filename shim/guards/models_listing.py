@@ -12,7 +12,7 @@ import io
 import types
 from typing import Any
 
-from .. import patch, dry_run, report
+from .. import dry_run, patch, report
 from ..dry_run import Anything
 from . import Retired, require
 

@@ -10,7 +10,7 @@ import contextlib
 import io
 from typing import Any
 
-from .. import patch, dry_run
+from .. import dry_run, patch
 from ..dry_run import Anything
 from . import Retired, require
 
