@@ -223,3 +223,34 @@ def test_ctrl_c_while_the_shim_is_loaded_ends_the_process(tiny, tmp_path):
     with Server(NEWEST, tiny, tmp_path / "log", environ=environ) as server:
         assert server.wait_exit(60) == -signal.SIGINT
         assert "KeyboardInterrupt" in server.text()
+
+
+TWO_SERVERS = """
+import os
+from mlx_lm import server
+providers = []
+stock_run, server.run = server.run, lambda host, port, provider, **_: providers.append(provider)
+server.main()
+description = server.ModelDescription("default_model", "default_model", None)
+sampling = server.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.1)
+logits = server.LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20)
+for n in range(2):
+    generator = server.ResponseGenerator(providers[0], server.LRUPromptCache(10))
+    request = server.CompletionRequest("text", f"server {n}", [], None, None)
+    arguments = server.GenerationArguments(description, sampling, logits, [], 4, 3, False, -1, None, None)
+    _, responses = generator.generate(request, arguments)
+    print("tokens", len(list(responses)), flush=True)
+    generator.stop_and_join()
+os._exit(0)  # mlx's own teardown may abort
+"""
+
+
+def test_a_program_that_stops_a_server_may_start_another(line, tiny, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(TWO_SERVERS)
+    ran = subprocess.run(
+        [python_of(line), str(program), "--model", str(tiny)], env=clean_environ(PYTHONPATH=str(REPO)), timeout=120,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.stdout.split() == ["tokens", "4"] * 2, ran.stderr
+    assert ran.returncode == 0, ran.stderr
