@@ -26,7 +26,10 @@ START = 120.0
 ANSWER = 90.0
 
 
-KILLER = {"prompt": ""}  # of the generation thread, where the guards that refuse it are off: the fixture `killable`
+KILLER = {
+    "prompt": "x",
+    "stop": [1],
+}  # of the generation thread, where the guards that refuse it are off: the fixture `killable`
 always: dict[str, str] = {}  # what else every server of a test finds in its environment
 
 

@@ -59,7 +59,7 @@ class Folders:
         missing = {
             "": "no config.json", "~": "does not exist", "no/such": "does not exist", "/no/such/model": "does not exist",
             "../nothing": "does not exist", "a\0b": "does not exist", "x" * 100_000: "cannot be looked up",
-            "https://example.org/a/b": "does not exist", "file:///etc": "does not exist", "\ud800": "does not exist",
+            "https://example.org/a/b": "does not exist", "file:///etc": "does not exist",
         }  # fmt: skip
         for name, says in missing.items():
             status, code = (404, "model_not_found") if name else (400, "invalid_value")

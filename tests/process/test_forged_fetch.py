@@ -97,7 +97,7 @@ def test_nothing_inside_is_contacted(tiny, sees, tmp_path):
             "HTTP" + inside.url()[4:]: "begins with none", "ftp://127.0.0.1/": "begins with none", "": "begins with none",
             "http://u:p@127.0.0.1/": "user name", "http://127.0.0.1:0/": "port", "http://127.0.0.1:99999/": "port",
             "http://127.0.0.1/" + "x" * 10**6: "characters", "http://a/\n": "control", "http://[": "not a URL",
-            "http://\ud800/": "not a URL",
+            "http://\ud800/": "half a surrogate pair",
         }.items():  # fmt: skip
             refused(server.post(image(url, model=str(sees)), CHAT), words)
         for url in (5, True, ["http://127.0.0.1/"], {"a": 1}):
