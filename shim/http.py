@@ -88,18 +88,21 @@ def refuse(handler: Any, error: ShimError, linger: float = LINGER) -> None:
     body = b"" if handler.command == "HEAD" else json.dumps(error.body()).encode()
     try:
         send(handler, error.status, body, error.retry_after)
-        _read_out(handler.connection, linger)
+        read_out(handler.connection, linger)
     except OSError as gone:
         report.debug(f"nobody is there to be told: {gone!r}")
 
 
-def _read_out(connection: socket.socket, seconds: float) -> None:
+def read_out(connection: socket.socket, seconds: float = LINGER) -> None:
     """Let the client send the rest: closing on unread bytes resets the connection, and the answer is lost."""
-    connection.shutdown(socket.SHUT_WR)
     deadline = time.monotonic() + seconds
     poll = select.poll()
-    poll.register(connection, select.POLLIN)
     scratch = bytearray(65536)
-    while (left := deadline - time.monotonic()) > 0 and poll.poll(left * 1000):
-        if not connection.recv_into(scratch):
-            return
+    try:
+        connection.shutdown(socket.SHUT_WR)
+        poll.register(connection, select.POLLIN)
+        while (left := deadline - time.monotonic()) > 0 and poll.poll(left * 1000):
+            if not connection.recv_into(scratch):
+                return
+    except OSError as gone:
+        report.debug(f"a client has gone: {gone!r}")

@@ -8,27 +8,34 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .errors import ShimError, invalid
 
 DEPTH = 100  # levels of nesting in the body; json, Jinja and pickle each recurse
-STOPS, STOP_LENGTH = 64, 1024  # stop strings, and characters in one
+BRACKETS = 1_000_000  # lists and objects in it: a Python object each, and more where the body is debugged or checked
+STOPS, STOP_LENGTH = 64, 2048  # stop strings, and characters in all: stock builds two automata of them, and keeps 100
+DRAFTS = 64  # tokens guessed at a time: until they are, nobody else has a turn
 LARGEST = 3.4e38  # what still is a finite float32
+WEIGHT = 1e4  # of a penalty or a bias; with much more the log-probabilities are no numbers, and no JSON
 INT32, UINT64 = 2**31 - 1, 2**64 - 1
 # chat_template_kwargs reach apply_chat_template as keywords: these are not variables of the template but change what
 # the call does or returns, and a template of the client's own can run for ever in the generation thread.
 RESERVED = {
-    "add_generation_prompt", "chat_template", "conversation", "max_length", "padding", "return_assistant_tokens_mask",
-    "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+    "chat_template", "max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "tokenizer_kwargs", "truncation",
 }  # fmt: skip
+GIVEN_BY_STOCK = {"add_generation_prompt", "conversation", "tokenize", "tools"}  # twice is an error
 
 Check = Callable[[str, Any], None]
 
 
 def parse(raw: bytes) -> dict[str, Any]:
     """The body as a dict. Raises ShimError 400 where it is no JSON object that the server can work on."""
+    brackets = raw.count(b"[") + raw.count(b"{")
+    if brackets > BRACKETS:
+        raise ShimError(400, "invalid_json", f"the body has {brackets} brackets; accepted: {BRACKETS}")
     try:
         body = json.loads(raw.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -86,22 +93,29 @@ def _kind(value: Any) -> str:
 
 def _walk(body: Any) -> None:
     """Refuse nesting beyond DEPTH, and strings that no tokenizer can encode, wherever in the body."""
-    level = [("", body)]
+    level: list[tuple[str, Any]] = [("", body)]
     for _ in range(DEPTH):
-        deeper: list[tuple[str, Any]] = []
-        for top, value in level:
-            if isinstance(value, str):
-                _encodable(top, value)
-            elif isinstance(value, list):
-                deeper += [(top, item) for item in value]
-            elif isinstance(value, dict):
-                for key, item in value.items():
-                    _encodable(top or key, key)
-                    deeper.append((top or key, item))
-        if not deeper:
+        level = [(top, item) for where, outer in level for top, item in _inner(where, outer)]
+        if not level:
             return
-        level = deeper
-    raise invalid(level[0][0], f"the body is nested too deep; accepted: {DEPTH} levels")
+    field = _field(level[0][0])
+    raise invalid(field, f"{field} is nested too deep; accepted: {DEPTH} levels in the body")
+
+
+def _inner(top: str, outer: Any) -> Iterator[tuple[str, Any]]:
+    """The lists and objects in a list or an object, each with the field of the request that it is part of."""
+    items = outer.items() if isinstance(outer, dict) else ((top, item) for item in outer)
+    for key, item in items:
+        if outer.__class__ is dict:
+            _encodable(top or key, key)
+        if isinstance(item, str):
+            _encodable(top or key, item)
+        elif isinstance(item, (list, dict)):
+            yield top or key, item
+
+
+def _field(top: str) -> str:
+    return top[:60].encode(errors="replace").decode()
 
 
 def _encodable(top: str, text: str) -> None:
@@ -109,7 +123,7 @@ def _encodable(top: str, text: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            field = top.encode(errors="replace").decode()
+            field = _field(top)
             raise invalid(field, f"{field} has half a surrogate pair, \\u{ord(text[error.start]):04x}") from None
 
 
@@ -124,9 +138,9 @@ def _whole(low: int, high: int | None = None, *, null: bool = False) -> Check:
     return test
 
 
-def _number(low: float = -LARGEST, high: float = LARGEST, *, point: bool = False) -> Check:
+def _number(low: float, high: float = LARGEST, *, point: bool = False) -> Check:
     """A finite number; with `point`, as stock has it, one that is written with a decimal point."""
-    accepted = "a finite number" if low == -LARGEST else f"a number, {low:g} or more"
+    accepted = f"a number, {low:g} or more"
     accepted = accepted if high == LARGEST else f"a number from {low:g} to {high:g}"
     accepted += ", written with a decimal point" if point else ""
 
@@ -147,7 +161,7 @@ def _typed(accepted: str, *types: type) -> Check:
 
 
 def _stop(name: str, value: Any) -> None:
-    accepted = f"a string or a list of at most {STOPS} strings of at most {STOP_LENGTH} characters"
+    accepted = f"a string or a list of at most {STOPS} strings, {STOP_LENGTH} characters in all"
     stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list):
         raise invalid(name, f"stop is {shown(value)}; accepted: {accepted}")
@@ -156,13 +170,21 @@ def _stop(name: str, value: Any) -> None:
     for stop in stops:
         if not isinstance(stop, str):
             raise invalid(name, f"stop holds {shown(stop)}; accepted: {accepted}")
-        if len(stop) > STOP_LENGTH:
-            raise invalid(name, f"stop holds a string of {len(stop)} characters; accepted: {accepted}")
+    length = sum(map(len, stops))
+    if length > STOP_LENGTH:
+        raise invalid(name, f"stop has {length} characters; accepted: {accepted}")
+
+
+def _repetition_penalty(name: str, value: Any) -> None:
+    """Logits are divided by it; 0 is none."""
+    _number(0, WEIGHT)(name, value)
+    if 0 < value < 1 / WEIGHT:
+        raise invalid(name, f"{name} is {shown(value)}; accepted: 0, or a number from {1 / WEIGHT:g} to {WEIGHT:g}")
 
 
 def _logit_bias(name: str, value: Any) -> None:
     """Whether the ids are the model's is seen later, where the model is at hand."""
-    accepted = "an object of token ids and finite numbers, or null"
+    accepted = "an object of token ids and numbers, or null"
     if value is None:
         return
     if not isinstance(value, dict):
@@ -170,16 +192,19 @@ def _logit_bias(name: str, value: Any) -> None:
     for key, bias in value.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 11):  # noqa: PLR2004
             raise invalid(name, f"logit_bias has the key {json.dumps(key[:40])}; accepted: {accepted}")
-        _number()(f"logit_bias[{key}]", bias)
+        _weight(f"logit_bias[{key}]", bias)
 
 
 def _stream_options(name: str, value: Any) -> None:
     _typed("an object or null", dict, type(None))(name, value)
     if value and "include_usage" in value:
-        _typed("true or false", bool)("stream_options.include_usage", value["include_usage"])
+        usage = value["include_usage"]
+        _typed("true, false or null", bool, type(None))("stream_options.include_usage", usage)
 
 
 def _tools(name: str, value: Any) -> None:
+    if value == {}:  # none, to stock
+        return
     _typed("a list of objects, or null", list, type(None))(name, value)
     for index, tool in enumerate(value or []):
         _typed("an object", dict)(f"{name}[{index}]", tool)
@@ -194,7 +219,7 @@ def _role_mapping(name: str, value: Any) -> None:
 def _chat_template_kwargs(name: str, value: Any) -> None:
     _typed("an object or null", dict, type(None))(name, value)
     for key in value or {}:
-        if key in RESERVED:
+        if key in GIVEN_BY_STOCK or (key in RESERVED and value[key] not in (None, False)):
             raise invalid(name, f"chat_template_kwargs has {key}; accepted: variables of the model's template")
 
 
@@ -234,8 +259,10 @@ def _content(where: str, content: Any) -> None:
 
 def _tool_calls(where: str, calls: Any) -> None:
     """`arguments` is JSON in a string, as in OpenAI's API, or an object."""
-    _typed("a list of objects, or null", list, type(None))(where, calls)
-    for index, call in enumerate(calls or []):
+    if not calls:  # none, to stock, whatever it is
+        return
+    _typed("a list of objects, or null", list)(where, calls)
+    for index, call in enumerate(calls):
         here = f"{where}[{index}]"
         _typed("an object", dict)(here, call)
         _typed("an object or null", dict, type(None))(f"{here}.function", call.get("function"))
@@ -247,6 +274,7 @@ def _tool_calls(where: str, calls: Any) -> None:
                 raise invalid(here, f"{here}.function.arguments is not JSON; accepted: JSON in a string") from None
 
 
+_weight = _number(-WEIGHT, WEIGHT)
 _switch = _typed("true or false", bool)
 _name = _typed("a string", str)
 _name_or_none = _typed("a string or null", str, type(None))
@@ -257,18 +285,18 @@ _FIELDS: dict[str, Check] = {
     "model": _name,
     "draft_model": _name_or_none,
     "adapters": _name_or_none,
-    "num_draft_tokens": _whole(0, INT32),
+    "num_draft_tokens": _whole(0, DRAFTS),
     "max_completion_tokens": _whole(1, null=True),
     "max_tokens": _whole(1),
     "temperature": _number(0),
     "top_p": _number(0, 1),
     "top_k": _whole(0, INT32),
     "min_p": _number(0, 1),
-    "repetition_penalty": _number(0),
+    "repetition_penalty": _repetition_penalty,
     "repetition_context_size": _context_size,
-    "presence_penalty": _number(),
+    "presence_penalty": _weight,
     "presence_context_size": _context_size,
-    "frequency_penalty": _number(),
+    "frequency_penalty": _weight,
     "frequency_context_size": _context_size,
     "xtc_probability": _number(0, 1, point=True),
     "xtc_threshold": _number(0, 1, point=True),

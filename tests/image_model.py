@@ -1,6 +1,6 @@
 """A tiny llama that takes images, as a folder's `model_file`: what it says depends on every pixel it is given.
 
-It stands in for Pillow as well, which mlx_lm does not require: an image is four bytes, of which three are its colour.
+It stands in for Pillow as well, which mlx_lm does not require: an image is four bytes, of which three are its colour; with "!" behind them it is a large one.
 """
 
 import sys
@@ -17,6 +17,10 @@ class Picture:
     def __init__(self, pixels):
         self.pixels = pixels
 
+    @property
+    def size(self):
+        return self.pixels.shape[1], self.pixels.shape[0]
+
     def __array__(self, dtype=None, copy=None):
         return np.array(self.pixels, dtype=dtype)
 
@@ -31,7 +35,8 @@ def read(file):
     data = file.read()
     if len(data) != 4:
         raise OSError("cannot identify image file")
-    return Picture(np.frombuffer(data[:3], np.uint8).reshape(1, 1, 3))
+    pixels = np.frombuffer(data[:3], np.uint8).reshape(1, 1, 3)
+    return Picture(np.broadcast_to(pixels, (8000, 8001, 3)) if data[3:] == b"!" else pixels)
 
 
 class Model(llama.Model):

@@ -37,7 +37,11 @@ def apply(server: Any) -> None:
 
 
 def _check(entry: Entry) -> None:
-    if entry.handler is not None and _is_gone(entry.handler.connection):
+    try:
+        gone = entry.handler is not None and _is_gone(entry.handler.connection)
+    except OSError:  # no descriptor is free for a kqueue: no reason to fail a request
+        return
+    if gone:
         entry.outcome = "abandoned"
         raise ClientGone
 

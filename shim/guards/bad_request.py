@@ -34,10 +34,12 @@ class _Body:
     """A handler's `rfile` whose `read` gives a body that has passed the checks."""
 
     def __init__(self, handler: Any) -> None:
+        self.asked_for = False
         self._raw = handler.rfile
         self._chat = "/chat/" in handler.path
 
     def read(self, size: int) -> bytes:
+        self.asked_for = True
         raw = bytearray()
         while len(raw) < size:
             piece = self._raw.read(min(PIECE, size - len(raw)))
@@ -53,14 +55,15 @@ class _Body:
         return getattr(self._raw, name)
 
 
-def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     stock = instance.rfile
-    instance.rfile = _Body(instance)
+    instance.rfile = body = _Body(instance)
     try:
-        return wrapped(*args, **kwargs)
+        wrapped(*args, **kwargs)
+        if not body.asked_for:  # stock has answered, that there is no such path
+            http.read_out(instance.connection)
     except ShimError as error:
         http.refuse(instance, error)
-        return None
     finally:
         instance.rfile = stock
 

@@ -9,6 +9,7 @@ with MLX_SHIM_IMAGE_FETCH.
 from __future__ import annotations
 
 import base64
+import io
 import sys
 import threading
 from pathlib import Path
@@ -21,6 +22,8 @@ from . import Incompatible, Retired, require
 
 UPSTREAM = "mlx-lm, none known"
 MODULE = "mlx_lm.server"
+
+MAX_PIXELS = 64_000_000  # of all images of a request: they take seconds to decode, and everybody waits
 
 _FIELD = "messages"
 _REMOTE = ("http://", "https://")  # as stock tells them: "HTTP://" is not fetched by it, and refused by it later
@@ -87,6 +90,28 @@ def _inline(server: Any, messages: Any) -> None:
             raise _refusal(url, "begins with none of http://, https:// and data:")
     if remote:
         _fetch_all(remote)
+    _refuse_large(server, parts)
+
+
+def _refuse_large(server: Any, parts: list[dict[str, Any]]) -> None:
+    """Images are decoded in the generation thread, all of them before the first is used, and a small file may be a large one."""
+    if len(parts) > image_fetch.MAX_IMAGES:
+        raise errors.invalid(_FIELD, f"messages has {len(parts)} images; at most {image_fetch.MAX_IMAGES} are accepted")
+    pixels = sum(_pixels(server._image_url(part)) for part in parts)
+    if pixels > MAX_PIXELS:
+        raise errors.invalid(_FIELD, f"the images have {pixels} pixels; at most {MAX_PIXELS} in all are accepted")
+
+
+def _pixels(url: str) -> int:
+    """By its header; 0 for what is no image, which stock refuses when it decodes it."""
+    try:
+        from PIL import Image  # as stock does it, where there is an image
+
+        width, height = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).size
+        return int(width) * int(height)
+    except Exception as error:
+        report.debug(f"no telling how large an image is: {error!r}")
+        return 0
 
 
 def _fetch_all(remote: list[tuple[dict[str, Any], str]]) -> None:

@@ -45,7 +45,13 @@ class _Rehearsal:
         )
 
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        result = wrapped(*args, **kwargs)
+        try:
+            result = wrapped(*args, **kwargs)
+        except (Exception, SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as panic:  # of a tokenizer written in Rust: stock's `except Exception` lets it through
+            told = f"the request cannot be turned into a prompt: {type(panic).__name__}"
+            raise ShimError(400, "invalid_request", told) from panic
         try:
             return self._rehearse(instance, result, args, kwargs)
         except ShimError:

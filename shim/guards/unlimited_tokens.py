@@ -52,24 +52,27 @@ def _too_long(what: str) -> ShimError:
 
 
 def _batch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    kwargs.setdefault("max_kv_size", settings.current.max_kv_size)
-    _say_where_it_is_vain(args[0] if args else kwargs["model"])
+    # Where a model makes its own caches 0.31 would obey in batches alone, and die where these meet those of a request
+    # that was served alone.
+    if not _makes_its_own(args[0] if args else kwargs["model"]):
+        kwargs.setdefault("max_kv_size", settings.current.max_kv_size)
     return wrapped(*args, **kwargs)
 
 
 def _prompt_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Stock's own caches for a request served alone; one that is quantized or trimmed cannot rotate."""
-    if len(args) > 1 or "max_kv_size" in kwargs:
+    if len(args) > 1 or "max_kv_size" in kwargs or _makes_its_own(args[0] if args else kwargs["model"]):
         return wrapped(*args, **kwargs)
     provider = getattr(engine.generator, "model_provider", None)
     if getattr(getattr(provider, "cli_args", None), "kv_bits", None) or getattr(provider, "draft_model", None):
         report.once("MLX_SHIM_MAX_KV_SIZE does nothing with --kv-bits or a draft model")
         return wrapped(*args, **kwargs)
-    _say_where_it_is_vain(args[0] if args else kwargs["model"])
     return wrapped(*args, **kwargs, max_kv_size=settings.current.max_kv_size)
 
 
-def _say_where_it_is_vain(model: Any) -> None:
-    if hasattr(model, "make_cache"):
-        family = type(model).__module__.rsplit(".", 1)[-1]
-        report.once(f"MLX_SHIM_MAX_KV_SIZE: {family} makes its own caches, which stock bounds in batches of 0.31 only")
+def _makes_its_own(model: Any) -> bool:
+    if not hasattr(model, "make_cache"):
+        return False
+    family = type(model).__module__.rsplit(".", 1)[-1]
+    report.once(f"MLX_SHIM_MAX_KV_SIZE does nothing for {family}: it makes its own caches")
+    return True

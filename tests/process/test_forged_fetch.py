@@ -107,6 +107,10 @@ def test_nothing_inside_is_contacted(tiny, sees, tmp_path):
         # What stock refuses by itself.
         for messages in (5, "x", [5], ["x"], [{"role": "user", "content": ["x"]}], {"role": "user"}):
             assert server.post({"messages": messages}, CHAT)[0] == 400
+        # A few bytes may be many pixels, and many images are too many however small.
+        refused(server.post(image("data:image/png;base64,YWJjIQ==", model=str(sees)), CHAT), "64008000 pixels")
+        small = {"type": "image", "image": "data:image/png;base64,AQIDBA=="}
+        refused(server.post(parts(*[small] * 33, model=str(sees)), CHAT), "33 images", "at most 32")
         # And an image in the request itself is none of our business.
         assert said(server.post(image("data:image/png;base64,AQIDBA==", model=str(sees)), CHAT))
         assert inside.connections == 0
