@@ -104,14 +104,17 @@ def _walk(body: Any) -> None:
 
 def _inner(top: str, outer: Any) -> Iterator[tuple[str, Any]]:
     """The lists and objects in a list or an object, each with the field of the request that it is part of."""
-    items = outer.items() if isinstance(outer, dict) else ((top, item) for item in outer)
-    for key, item in items:
-        if outer.__class__ is dict:
+    if outer.__class__ is dict:
+        for key, item in outer.items():
             _encodable(top or key, key)
-        if isinstance(item, str):
-            _encodable(top or key, item)
-        elif isinstance(item, (list, dict)):
-            yield top or key, item
+            yield from _inner(top or key, [item])
+        return
+    for item in outer:  # of numbers there may be millions
+        kind = item.__class__
+        if kind is str:
+            _encodable(top, item)
+        elif kind is list or kind is dict:
+            yield top, item
 
 
 def _field(top: str) -> str:
