@@ -11,7 +11,7 @@ from .. import __version__
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run a subcommand and exit with its status; 2 for a command line that makes no sense."""
-    from . import doctor, path, run
+    from . import doctor, path, run, unit
 
     parser = argparse.ArgumentParser(prog="python -m shim", description="Keeps mlx_lm.server alive and honest.")
     parser.add_argument("--version", action="version", version=__version__)
@@ -19,8 +19,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     commands.add_parser("run", help=run.HELP, add_help=False)
     commands.add_parser("doctor", help=doctor.HELP)
     commands.add_parser("path", help=path.HELP)
+    for kind in unit.KINDS:
+        commands.add_parser(kind, help=unit.HELP.format(kind), add_help=False)
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["run"]:  # everything after it is mlx_lm.server's own, --help included
         sys.exit(run.main(given[1:]))
+    if given and given[0] in unit.KINDS:
+        sys.exit(unit.main(given[0], given[1:]))
     command = parser.parse_args(given).command
     sys.exit({"doctor": doctor.main, "path": path.main}[command]())

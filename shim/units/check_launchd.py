@@ -1,0 +1,174 @@
+"""What in a launchd property list defeats the shim."""
+
+from __future__ import annotations
+
+import difflib
+import plistlib
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import Refused
+from .environ import LAUNCHD_SOCKET
+from .findings import Facts, Findings, common
+from .launchd_keys import KEYS, WITHIN, is_a
+
+_SOON = (
+    20  # seconds: the least that launchd has been documented to wait where ExitTimeOut is missing; newer ones take 5
+)
+_TRUE = "<key>KeepAlive</key><true/>"
+_LONG_PAUSE = 60  # seconds
+_ENOUGH_FILES = 1024
+_SYSTEM = "/Library/LaunchDaemons"
+
+
+def check(found: Findings, file: Path, raw: bytes, folder: Path) -> None:
+    """Raises Refused for what is no property list of a job."""
+    try:
+        plist = plistlib.loads(raw)
+    except Exception as error:  # plistlib raises what expat, struct or its own code raises
+        raise Refused(f"{file} is no property list: {error}") from None
+    if not isinstance(plist, dict) or not ({"ProgramArguments", "Program"} & set(plist)):
+        raise Refused(f"{file} is no property list of a launchd job: it has no ProgramArguments")
+    _types(found, plist)
+    plist = {key: value for key, value in plist.items() if key not in KEYS or is_a(value, KEYS[key])}
+    if "Label" not in plist:
+        found.defeats("Label", "it is missing: launchd loads nothing", "<key>Label</key><string>local.mlx-lm</string>")
+    _permissions(found, file)
+    _keep_alive(found, plist)
+    _when(found, plist)
+    _priority(found, plist)
+    _surroundings(found, plist)
+    common(found, _facts(plist), folder)
+
+
+def _facts(plist: Mapping[str, Any]) -> Facts:
+    argv = [str(word) for word in plist.get("ProgramArguments", [])]
+    if plist.get("Program"):
+        argv = [str(plist["Program"]), *argv[1:]]
+    limit = plist.get("ExitTimeOut", _SOON)
+    at = "ExitTimeOut" if "ExitTimeOut" in plist else "ExitTimeOut, which is missing"
+    return Facts(
+        argv, {str(k): str(v) for k, v in plist.get("EnvironmentVariables", {}).items()},
+        plist.get("WorkingDirectory", ""), "ProgramArguments", "EnvironmentVariables",
+        "<key>PYTHONPATH</key><string>{}</string>", at, float(limit) if limit else None,
+        "<key>ExitTimeOut</key><integer>{}</integer>",
+    )  # fmt: skip
+
+
+def _types(found: Findings, plist: Mapping[str, Any]) -> None:
+    for key, value in plist.items():
+        _one(found, "", key, value, KEYS)
+        tables = value.values() if key == "Sockets" and isinstance(value, dict) else [value]
+        for table in tables if key in WITHIN else ():
+            for inner, what in table.items() if isinstance(table, dict) else ():
+                _one(found, f"{key} ", inner, what, WITHIN[key])
+
+
+def _one(found: Findings, at: str, key: str, value: object, known: Mapping[str, str]) -> None:
+    where = f"{at}{key}"
+    if key not in known:
+        near = difflib.get_close_matches(key, known, 1)
+        found.note(where, "launchd knows no such key and ignores it", near[0] if near else "nothing of it")
+    elif not is_a(value, known[key]):
+        what = f"it is of the type {type(value).__name__}, which launchd ignores here"
+        if where == "KeepAlive":
+            found.defeats(where, what, _TRUE)
+        else:
+            found.note(where, what, f"a {known[key]}")
+
+
+def _permissions(found: Findings, file: Path) -> None:
+    status = file.stat()
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        found.defeats("the file", "others may write it, so launchd does not load it", f"chmod 644 {file}")
+    if str(file.resolve().parent) == _SYSTEM and status.st_uid != 0:
+        found.defeats("the file", "root does not own it, so launchd does not load it", f"chown root:wheel {file}")
+
+
+def _keep_alive(found: Findings, plist: Mapping[str, Any]) -> None:
+    keep = plist.get("KeepAlive", False)
+    if plist.get("OnDemand") is False and "KeepAlive" not in plist:
+        found.note("OnDemand", "false is the old name of KeepAlive true", _TRUE)
+        return
+    if not keep:
+        found.defeats("KeepAlive", "it is missing, false or empty: nothing restarts a server that exited", _TRUE)
+    if not isinstance(keep, dict) or not keep:
+        return
+    on_status = keep.get("SuccessfulExit") is False or keep.get("Crashed") is False
+    on_crash = keep.get("SuccessfulExit") is False or keep.get("Crashed") is True
+    tell = found.note if on_status and on_crash else found.defeats
+    for key, value in keep.items():
+        what = _condition(key, value)
+        if what:
+            tell(f"KeepAlive {key}", what, _TRUE)
+    if on_status and on_crash:
+        found.note("KeepAlive", "after a SIGTERM from elsewhere (status 0) it stays down", _TRUE)
+
+
+def _condition(key: str, value: object) -> str:
+    """What a condition of KeepAlive does to a server that exits 70."""
+    told = {
+        ("SuccessfulExit", True): "it restarts only after status 0, which the shim never gives for a fault",
+        ("Crashed", True): "an exit with a status (70, 71, 75) is no crash to launchd, and is not restarted",
+        ("Crashed", False): "a crash in native code is not restarted",
+        ("NetworkState", True): "launchd does nothing with it any more",
+        ("NetworkState", False): "launchd does nothing with it any more",
+    }
+    if key == "PathState":
+        return "whether it is restarted depends on a file being there"
+    if key == "OtherJobEnabled":
+        return "whether it is restarted depends on another job"
+    return told.get((key, value), "") if isinstance(value, bool) else ""
+
+
+def _when(found: Findings, plist: Mapping[str, Any]) -> None:
+    if plist.get("LaunchOnlyOnce"):
+        found.defeats("LaunchOnlyOnce", "it is started once and never again", "nothing of it")
+    if plist.get("Disabled"):
+        found.defeats("Disabled", "launchd does not load it", "nothing of it")
+    for key in ("StartInterval", "StartCalendarInterval", "WatchPaths", "QueueDirectories", "StartOnMount"):
+        if key in plist and not plist.get("KeepAlive"):
+            found.defeats(key, "it starts the server at times, not when it exited", _TRUE)
+    if plist.get("ThrottleInterval", 0) > _LONG_PAUSE:
+        found.note(
+            "ThrottleInterval", f"after a death it stays down for up to {plist['ThrottleInterval']} s",
+            "<key>ThrottleInterval</key><integer>10</integer>",
+        )  # fmt: skip
+
+
+def _priority(found: Findings, plist: Mapping[str, Any]) -> None:
+    if plist.get("ProcessType") == "Background":
+        found.defeats(
+            "ProcessType", "Background throttles CPU and I/O, which looks like a stall and is restarted as one",
+            "<key>ProcessType</key><string>Interactive</string>",
+        )  # fmt: skip
+    if plist.get("Nice", 0) > 0:
+        found.note("Nice", "other programs come first, which may look like a stall", "nothing of it")
+    for key in ("LowPriorityIO", "LowPriorityBackgroundIO"):
+        if plist.get(key):
+            found.note(key, "loading the model waits for every other program", "nothing of it")
+    files = plist.get("SoftResourceLimits", {}).get("NumberOfFiles", 256)
+    if isinstance(files, int) and files < _ENOUGH_FILES:
+        found.note("SoftResourceLimits", f"{files} open files are soon too few", "NumberOfFiles 4096")
+
+
+def _surroundings(found: Findings, plist: Mapping[str, Any]) -> None:
+    sockets = plist.get("Sockets", {})
+    named = plist.get("EnvironmentVariables", {}).get(LAUNCHD_SOCKET, "")
+    if sockets and named not in sockets:
+        what = f"launchd holds the port and nobody takes the socket over: {LAUNCHD_SOCKET} names none of them; exit 71"
+        found.defeats("Sockets", what, f"{LAUNCHD_SOCKET}={next(iter(sockets))} into EnvironmentVariables")
+    if named and not sockets:
+        found.defeats(
+            "EnvironmentVariables", f"{LAUNCHD_SOCKET} names no entry of Sockets", "Sockets, or nothing of it"
+        )
+    for key in ("StandardOutPath", "StandardErrorPath"):
+        path = plist.get(key, "")
+        if path and not path.startswith("/"):
+            found.defeats(key, f"{path!r} is no absolute path, and nobody replaces a ~", "the absolute path")
+    if not plist.get("StandardErrorPath"):
+        found.note("StandardErrorPath", "it is missing: what the shim says is lost", "a file in ~/Library/Logs")
+    if plist.get("WorkingDirectory", "/")[:1] != "/":
+        found.defeats("WorkingDirectory", "it is no absolute path", "the absolute path")

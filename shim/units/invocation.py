@@ -1,0 +1,151 @@
+"""What a command line is: which interpreter, with which options, runs which way into mlx_lm.server, with what arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import Refused
+
+ACCEPTED = "accepted: PYTHON -m mlx_lm server ..., mlx_lm.server ..., PYTHON -m shim run ... or mlx-lm-shim run ..."
+# A program, as a module or a console script, and the subcommand that makes it the server.
+_PROGRAMS = {"mlx_lm.server": None, "mlx_lm": "server", "shim": "run", "mlx-lm-shim": "run"}
+_SCRIPTS = ("mlx_lm.server", "mlx_lm", "mlx-lm-shim")
+_TAKE_A_VALUE = "mcWX"  # options of the interpreter; what follows m or c is the program's
+_SCANNED = 4096  # bytes of a console script, more than any has before its first import
+# Options that keep the shim out, and how.
+DEAF = {
+    "I": "isolates Python from PYTHONPATH",
+    "E": "makes Python ignore PYTHONPATH",
+    "S": "makes Python import no sitecustomize",
+}
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """A server command taken apart. `flags` are the letters of the interpreter's options."""
+
+    argv: tuple[str, ...]
+    start: int  # where mlx_lm.server's own arguments begin
+    flags: str
+    program: str
+    script: int | None  # where the console script stands, if there is one; at 0 its first line names the interpreter
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return self.argv[self.start :]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a `run` of ours, which needs no PYTHONPATH."""
+        return _PROGRAMS[self.program] == "run"
+
+
+def take_apart(argv: Sequence[str]) -> Invocation:
+    """Raises Refused where `argv` is no way into mlx_lm.server that the shim knows to be guarded."""
+    if not argv:
+        raise Refused(f"no server command was given; {ACCEPTED}")
+    flags, is_module, start = ("", False, 1) if Path(argv[0]).name in _SCRIPTS else _interpreter(argv)
+    program = argv[start - 1] if start <= len(argv) else ""
+    script = None if is_module else start - 1
+    name = re.sub(r"^-\w*?m(?=.)", "", program) if is_module else Path(program).name
+    if name not in _PROGRAMS:
+        raise Refused(f"{shown(argv)} is no command that starts mlx_lm.server under the shim; {ACCEPTED}")
+    subcommand = _PROGRAMS[name]
+    if subcommand is not None:
+        if list(argv[start : start + 1]) != [subcommand]:
+            raise Refused(f"{shown(argv)} lacks `{subcommand}` after {name}; {ACCEPTED}")
+        start += 1
+    return Invocation(tuple(argv), start, flags, name, script)
+
+
+def _interpreter(argv: Sequence[str]) -> tuple[str, bool, int]:
+    """(letters of the options, whether -m names a module, index of what follows the module or script)."""
+    flags, index = "", 1
+    while index < len(argv):
+        word = argv[index]
+        if word == "--check-hash-based-pycs":
+            index += 2
+            continue
+        if not word.startswith("-") or word in ("-", "--"):
+            return flags, False, index + 1
+        letters = re.match(rf"-([^{_TAKE_A_VALUE}]*)([{_TAKE_A_VALUE}]?)(.*)", word, re.DOTALL)
+        assert letters is not None  # noqa: S101 - it begins with a dash
+        flags += letters[1]
+        index += 2 if letters[2] and not letters[3] else 1
+        if letters[2] == "c":
+            break
+        if letters[2] == "m":
+            return flags, True, index
+    raise Refused(f"{shown(argv)} names neither a module nor a script; {ACCEPTED}")
+
+
+def shown(argv: Sequence[str], limit: int = 100) -> str:
+    """A command as a message quotes it: cut short where it is long."""
+    text = " ".join(argv)
+    return repr(text if len(text) <= limit else text[: limit - 1] + "…")
+
+
+def option(arguments: Sequence[str], name: str, shortest: str) -> tuple[int, str] | None:
+    """(index of the token, value) of the last --NAME in mlx_lm.server's arguments, by argparse's rules.
+
+    `shortest` is the shortest abbreviation that argparse takes for it.
+    """
+    found = None
+    for index, token in enumerate(arguments):
+        word, equals, value = token.partition("=")
+        if not (word.startswith(shortest) and name.startswith(word)):
+            continue
+        if equals:
+            found = index, value
+        elif index + 1 < len(arguments):
+            found = index, arguments[index + 1]
+    return found
+
+
+MODEL, PORT, HOST, ADAPTER, DRAFT = (
+    ("--model", "--mo"), ("--port", "--po"), ("--host", "--ho"), ("--adapter-path", "--ad"), ("--draft-model", "--dr"),
+)  # fmt: skip
+
+
+def replaced(arguments: Sequence[str], index: int, value: str) -> list[str]:
+    """The arguments with another value for the option at `index`."""
+    changed = list(arguments)
+    word, equals, _ = changed[index].partition("=")
+    if equals:
+        changed[index] = f"{word}={value}"
+    else:
+        changed[index + 1] = value
+    return changed
+
+
+def deaf(flags: str) -> list[str]:
+    """For each of the interpreter's options that keep the shim out: which, and how."""
+    return [f"-{letter} {why}" for letter, why in DEAF.items() if letter in flags]
+
+
+def interpreter_of(script: Path) -> list[str]:
+    """The interpreter of a console script, and its options. Raises Refused where the first line names none.
+
+    Installers write `#!/bin/sh` and an exec on the second line where the path is long or has a space.
+    """
+    try:
+        with script.open("rb") as opened:
+            lines = opened.read(_SCANNED).decode(errors="replace").splitlines()
+    except OSError as error:
+        raise Refused(f"{script} cannot be read: {error.strerror}") from None
+    first = lines[0] if lines else ""
+    if not first.startswith("#!"):
+        raise Refused(f"{script} is no console script: its first line names no interpreter")
+    words = first[2:].split()
+    if words and Path(words[0]).name == "sh" and len(lines) > 1:
+        hidden = re.match(r"'''exec' (?:\"([^\"]+)\"|(\S+)) (?:(-\S+) )?\"\$0\"", lines[1])
+        if hidden:
+            return [hidden[1] or hidden[2], *([hidden[3]] if hidden[3] else [])]
+    if words and Path(words[0]).name == "env":
+        words = [word for word in words[1:] if word != "-S"]
+    if not words:
+        raise Refused(f"{script} is no console script: its first line names no interpreter")
+    return words

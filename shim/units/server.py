@@ -1,0 +1,205 @@
+"""The server command of a unit, made absolute and found able to run. Nothing of mlx is imported."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import Refused
+from .environ import absolute
+from .invocation import (
+    ADAPTER,
+    DRAFT,
+    HOST,
+    MODEL,
+    PORT,
+    Invocation,
+    deaf,
+    interpreter_of,
+    option,
+    replaced,
+    take_apart,
+)
+
+PATH = "/usr/bin:/bin:/usr/sbin:/sbin"  # what launchd gives; the others give no less
+_ASK_LIMIT = 60  # seconds for an interpreter to say what it can import
+_MARK = "mlx-lm-shim-answer:"
+# PathFinder, because our sitecustomize leaves its name in sys.modules to the one that it shadows.
+_ASK = f"""\
+import importlib.util, json, sys
+from importlib.machinery import PathFinder
+def place(spec):
+    return spec and spec.origin
+print("\\n{_MARK}" + json.dumps({{
+    "version": list(sys.version_info[:2]), "sitecustomize": place(PathFinder.find_spec("sitecustomize")),
+    "missing": [n for n in ("mlx_lm", "wrapt", "shim") if importlib.util.find_spec(n) is None],
+}}))
+"""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_OLDEST = [3, 11]
+_HIGHEST_PORT = 65535
+
+
+@dataclass
+class Server:
+    """A command that can run: absolute, with what stands in its way as warnings, not as errors."""
+
+    argv: list[str]
+    host: str
+    port: int
+    warnings: list[str] = field(default_factory=list)
+
+
+def validated(argv: Sequence[str], environ: Mapping[str, str], workdir: str, ours: Path) -> Server:
+    """The command, looked at from every side. `ours` is the folder on PYTHONPATH. Raises Refused."""
+    _check_words(argv)
+    known = take_apart(argv)
+    program = _executable(argv[0])
+    python, flags = program, known.flags
+    if known.script == 0:
+        first, *options = interpreter_of(Path(program))
+        python = _executable(first)
+        flags = take_apart([python, *options, "-m", "mlx_lm.server"]).flags
+    if deaf(flags):
+        raise Refused(f"{program} would run without the shim: {'; '.join(deaf(flags))}; leave that option away")
+    server = Server([program, *argv[1:]], "", 0)
+    if known.script:
+        server.argv[known.script] = _script(argv[known.script])
+    answer = _answer(python, {"PATH": PATH, "HOME": str(Path.home())} | dict(environ), workdir)
+    _check_answer(server, python, answer, ours, known)
+    _check_files(server, known, environ)
+    _check_address(server, known)
+    return server
+
+
+def _check_words(argv: Sequence[str]) -> None:
+    for word in argv:
+        if not word.isprintable():
+            raise Refused(f"{word[:60]!r} has a newline or another character that cannot be printed")
+    if argv and re.fullmatch(r"[A-Za-z_]\w*=.*", argv[0]):
+        name = argv[0].partition("=")[0]
+        raise Refused(f"{name}=... before the command is the shell's; give it as --env {name}=VALUE before the --")
+
+
+def _executable(given: str) -> str:
+    """Its absolute path; links stay as they are. Raises Refused."""
+    found = absolute(given) if "/" in given else shutil.which(given)
+    if found is None:
+        raise Refused(f"{given!r} is not on PATH; give the program with its path")
+    if not Path(found).exists():
+        raise Refused(f"{given!r} does not exist; give the interpreter of the environment that has mlx-lm")
+    if not os.access(found, os.X_OK) or Path(found).is_dir():
+        raise Refused(f"{given!r} is no program that can be run")
+    return absolute(found)
+
+
+def _script(given: str) -> str:
+    path = absolute(given)
+    if not Path(path).is_file():
+        raise Refused(f"{given!r} does not exist; give the console script with its path")
+    return path
+
+
+def _check_answer(server: Server, python: str, answer: dict[str, Any], ours: Path, known: Invocation) -> None:
+    missing = set(answer["missing"])
+    if answer["version"] < _OLDEST:
+        version = ".".join(map(str, answer["version"]))
+        raise Refused(f"{python} is Python {version}, which the shim leaves alone; 3.11 or newer is needed")
+    if "mlx_lm" in missing:
+        raise Refused(f"{python} has no mlx_lm; give the interpreter of the environment that has it")
+    if "shim" in missing and known.is_ours:
+        raise Refused(f"{python} has no shim; install mlx-lm-shim there, or give {python} -m mlx_lm server ...")
+    if "wrapt" in missing:
+        raise Refused(f"{python} has no wrapt, which most guards need: {python} -m pip install 'wrapt>=1.16,!=2.2.0'")
+    site = answer["sitecustomize"]
+    if site is None or Path(site).resolve().parent != ours.resolve():
+        server.warnings.append(f"{python} finds the sitecustomize of {site or 'nobody'} first, not that of {ours}")
+
+
+def _answer(python: str, environ: Mapping[str, str], workdir: str) -> dict[str, Any]:
+    """What the interpreter says it can import, started as the unit will start it. Raises Refused."""
+    try:
+        child = subprocess.run(
+            [python, "-c", _ASK], env=environ, cwd=workdir, capture_output=True, check=False, timeout=_ASK_LIMIT,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise Refused(f"{python} did not answer within {_ASK_LIMIT} s whether it has mlx_lm") from None
+    except OSError as error:
+        raise Refused(f"{python} cannot be run in {workdir}: {error.strerror}") from None
+    for line in child.stdout.decode(errors="replace").splitlines():
+        if line.startswith(_MARK):
+            answer: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+            return answer
+    said = (child.stderr.decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
+    raise Refused(f"{python} is no Python that can run: status {child.returncode}, it said: {said[:200]}")
+
+
+def _check_files(server: Server, known: Invocation, environ: Mapping[str, str]) -> None:
+    """Models and adapters: a path is made absolute and must exist, a hub id should be in the cache."""
+    arguments: Sequence[str] = server.argv[known.start :]
+    for name, shortest in (MODEL, DRAFT, ADAPTER):
+        found = option(arguments, name, shortest)
+        if found is None:
+            continue
+        path = absolute(found[1])
+        if found[1] and Path(path).exists():
+            arguments = replaced(arguments, found[0], path)
+        elif name == ADAPTER[0] or not _HUB_ID.fullmatch(found[1]):
+            raise Refused(f"{name} {found[1]!r} does not exist; accepted: a folder that is there, or an id of the hub")
+        elif not _in_cache(found[1], environ):
+            server.warnings.append(
+                f"{name} {found[1]} is not in the cache of the hub: it is downloaded at the first start, for as long"
+                " as that takes, if it exists"
+            )
+    server.argv[known.start :] = arguments
+    if option(arguments, *MODEL) is None and not known.is_ours:
+        server.warnings.append("no --model: the server loads what requests name, and is healthy without a model")
+
+
+def _in_cache(name: str, environ: Mapping[str, str]) -> bool:
+    home = environ.get("HF_HOME") or str(Path.home() / ".cache" / "huggingface")
+    hub = Path(environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    return any((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+
+
+def _check_address(server: Server, known: Invocation) -> None:
+    arguments = known.arguments
+    host, port = option(arguments, *HOST), option(arguments, *PORT)
+    server.host = host[1] if host else "127.0.0.1"
+    given = port[1] if port else "8080"
+    if not re.fullmatch(r"[0-9]{1,5}", given) or not 0 < int(given) <= _HIGHEST_PORT:
+        raise Refused(f"--port {given[:20]!r} is not a port that clients can know; accepted: 1 to {_HIGHEST_PORT}")
+    server.port = int(given)
+    why = _why_not_free(server.host, server.port)
+    if why:
+        server.warnings.append(why)
+
+
+def _why_not_free(host: str, port: int) -> str:
+    """Why the server could not listen there now, or the empty string."""
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(kind, socket.SOCK_STREAM) as asked:
+            asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            asked.bind(address)
+            asked.listen(1)
+    except socket.gaierror as error:
+        return f"--host {host!r} is no address of this machine: {error.strerror}"
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return (
+                f"port {port} is taken on {host}: while it is, the server exits 71 and is restarted again and again;"
+                f" look with: lsof -nP -iTCP:{port} -sTCP:LISTEN"
+            )
+        return f"the server could not listen on {host}:{port}: {error.strerror}"
+    return ""
