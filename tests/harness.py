@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import pytest
 
 REPO = Path(__file__).resolve().parents[1]
 VENVS = Path(os.environ.get("MLX_LM_SHIM_TEST_VENVS", REPO / ".venvs"))
@@ -50,6 +53,14 @@ def clean_environ(**more: str | None) -> dict[str, str]:
         if value is not None:
             environ[name] = value
     return environ
+
+
+def need(program: str) -> str:
+    """The path of a program that Debian has; where it is missing, the test is skipped with its name."""
+    path = shutil.which(program)
+    if path is None:
+        pytest.skip(f"{program} is not installed")
+    return path
 
 
 def free_port() -> int:

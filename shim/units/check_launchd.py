@@ -60,10 +60,16 @@ def _facts(plist: Mapping[str, Any]) -> Facts:
 def _types(found: Findings, plist: Mapping[str, Any]) -> None:
     for key, value in plist.items():
         _one(found, "", key, value, KEYS)
-        tables = value.values() if key == "Sockets" and isinstance(value, dict) else [value]
+        tables = _entries(value) if key == "Sockets" else [value]
         for table in tables if key in WITHIN else ():
             for inner, what in table.items() if isinstance(table, dict) else ():
                 _one(found, f"{key} ", inner, what, WITHIN[key])
+
+
+def _entries(sockets: object) -> list[object]:
+    """What stands under the names in Sockets: dictionaries, or arrays of such."""
+    values = list(sockets.values()) if isinstance(sockets, dict) else []
+    return [entry for value in values for entry in (value if isinstance(value, list) else [value])]
 
 
 def _one(found: Findings, at: str, key: str, value: object, known: Mapping[str, str]) -> None:

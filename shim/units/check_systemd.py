@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def _limits(found: Findings, unit: Entries) -> None:
         "Unit" if any(unit.get("Unit", f"StartLimit{x}") for x in ("IntervalSec", "Interval", "Burst")) else "Service"
     )
     given = unit.last(section, "StartLimitIntervalSec", "") or unit.last(section, "StartLimitInterval", "") or "10"
-    interval = duration(given)
+    interval = math.inf if given == "infinity" else duration(given)
     burst = unit.last(section, "StartLimitBurst", "5")
     pause = duration(unit.last("Service", "RestartSec", "100ms"))
     if interval is None or not burst.isdecimal():

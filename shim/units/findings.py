@@ -67,7 +67,7 @@ class Facts:
 
 def common(found: Findings, facts: Facts, folder: Path) -> None:
     """Everything that does not depend on the format."""
-    argv, within = _unwrapped(found, facts)
+    argv, within, shelled = _unwrapped(found, facts)
     variables = {**facts.environ, **within}
     known = None
     try:
@@ -75,20 +75,22 @@ def common(found: Findings, facts: Facts, folder: Path) -> None:
     except Refused as error:
         found.note(facts.command_at, f"what it runs cannot be told: {error}", "the server command itself")
     if known is not None:
-        _command(found, facts, known)
+        _options(found, facts, known)
+        if not shelled:  # a shell has a PATH and a folder of its own, and replaces a ~
+            _paths(found, facts, known)
     _environment(found, facts, variables, folder, needs_path=known is None or not known.is_ours)
     _stop(found, facts, variables)
 
 
-def _unwrapped(found: Findings, facts: Facts) -> tuple[list[str], dict[str, str]]:
-    """The server command behind shells and other programs that start programs, and what they add to its environment."""
-    argv, variables = list(facts.argv), dict[str, str]()
+def _unwrapped(found: Findings, facts: Facts) -> tuple[list[str], dict[str, str], bool]:
+    """The server command behind programs that start programs, what they add to its environment, whether one is a shell."""
+    argv, variables, shelled = list(facts.argv), dict[str, str](), False
     for _ in range(5):
         name = Path(argv[0]).name if argv else ""
         if name in _MUST_NOT_LEAVE:
             why = f"{name} may start the server in another process: neither status nor SIGTERM passes"
             found.defeats(facts.command_at, why, "the server command itself")
-            return _past(argv, variables), variables
+            return _past(argv, variables), variables, shelled
         if name in _HARMLESS:
             if name == "nohup":
                 found.note(facts.command_at, "nohup does nothing under a supervisor", "the command without it")
@@ -99,14 +101,14 @@ def _unwrapped(found: Findings, facts: Facts) -> tuple[list[str], dict[str, str]
         script = shell.script_of(argv)
         within = shell.look(*script) if script else None
         if within is None:
-            return argv, variables
+            return argv, variables, shelled
         if within.fault:
             found.defeats(facts.command_at, within.fault, "`exec` before the server command, as the last command")
         elif within.hint:
             found.note(facts.command_at, within.hint, "`exec` before the server command")
-        variables |= within.environ
-        argv = within.argv
-    return argv, variables
+        variables |= {name: os.path.expanduser(value) for name, value in within.environ.items()}  # noqa: PTH111 - no path
+        argv, shelled = within.argv, True
+    return argv, variables, shelled
 
 
 def _past(argv: Sequence[str], variables: dict[str, str]) -> list[str]:
@@ -123,7 +125,7 @@ def _past(argv: Sequence[str], variables: dict[str, str]) -> list[str]:
     return rest
 
 
-def _command(found: Findings, facts: Facts, known: Invocation) -> None:
+def _options(found: Findings, facts: Facts, known: Invocation) -> None:
     flags = known.flags
     program = Path(known.argv[known.script]) if known.script is not None else None
     if program is not None and known.script == 0 and program.is_absolute() and program.exists():
@@ -134,12 +136,15 @@ def _command(found: Findings, facts: Facts, known: Invocation) -> None:
             found.note(facts.command_at, str(error), "PYTHON -m mlx_lm server")
     for why in deaf(flags):
         found.defeats(facts.command_at, f"{why}: the server runs as stock", "the command without that option")
+
+
+def _paths(found: Findings, facts: Facts, known: Invocation) -> None:
     first = known.argv[0]
     if not OPAQUE.search(first):
         if first.startswith("~"):
             found.defeats(facts.command_at, f"{first!r}: nobody replaces the ~", "the absolute path")
         elif not first.startswith("/"):
-            found.defeats(facts.command_at, f"{first!r} is no absolute path: another one, or none, is run", "it")
+            found.defeats(facts.command_at, f"{first!r} is no absolute path: another one, or none, is run", "the path")
         elif not Path(first).exists():
             found.defeats(
                 facts.command_at, f"{first!r} does not exist here", "the path of an interpreter that is there"

@@ -63,8 +63,10 @@ def _advice(unit: Unit) -> list[str]:
         f"  {sudo}launchctl bootout {job}    # stop and remove: drains for at most {unit.stop_limit} s",
         "`launchctl kickstart -k` kills at once (SIGKILL): nothing is drained. Use kill SIGTERM.",
         "bootout returns before the job is gone, and a bootstrap right behind it fails with 5 or 37. After a change:",
-        (f'  {sudo}launchctl bootout {job}; for n in $(seq 60); do {sudo}launchctl bootstrap {domain} "{path}" && break;'
-        " sleep 1; done"),
+        (
+            f'  {sudo}launchctl bootout {job}; for n in $(seq 60); do {sudo}launchctl bootstrap {domain} "{path}" && break;'
+            " sleep 1; done"
+        ),
         (
             "KeepAlive true: started again whatever the status, 0 included; bootout is how to stop it. {Crashed: true} would"
             " restart nothing: an exit with a status is no crash to launchd."

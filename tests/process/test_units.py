@@ -1,0 +1,135 @@
+"""What `python -m shim supervisord` prints, and the recipe for runit in the docs, under the real supervisors."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from harness import (
+    KILLER,
+    NEWEST,
+    REPO,
+    VENVS,
+    Inconclusive,
+    Server,
+    clean_environ,
+    free_port,
+    need,
+    python_of,
+    wait_until,
+)
+
+from shim.units import supervisord
+from shim.units.plan import Unit
+
+SUPERVISORD = "[supervisord]\nnodaemon=true\nlogfile={folder}/supervisord.log\npidfile={folder}/supervisord.pid\n"
+
+
+class Kept(Server):
+    """The server as the child of a supervisor, `command`: it may die and come back, on the same port."""
+
+    def __init__(self, line, port, log, command):
+        self.sockets = []
+        self.port, self.log, self.line = port, log, line
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                command, env=clean_environ(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def __exit__(self, *_):
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def dies_and_comes_back(self):
+        self.ready().send_and_leave(KILLER)
+        assert wait_until(lambda: "exit 70" in self.text(), 30)
+        self.ready()
+
+
+def supervise(folder, text):
+    config = folder / "conf"
+    config.write_text(SUPERVISORD.format(folder=folder) + text)
+    return [str(VENVS / NEWEST / "bin" / "supervisord"), "-c", str(config)]
+
+
+@pytest.mark.usefixtures("killable")
+def test_the_unit_for_supervisord(tiny, tmp_path):
+    python, port, log = python_of("0.31.3"), free_port(), tmp_path / "log"
+    made = subprocess.run(
+        [python, "-m", "shim", "supervisord", "--log", str(log), "--", python, "-m", "mlx_lm", "server", "--port", str(port),
+         "--model", str(tiny), "--chat-template-args", '{"a": "100% of $it; # no comment"}'],
+        cwd=REPO, env=clean_environ(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    with Kept("0.31.3", port, log, supervise(tmp_path, made.stdout)) as server:
+        server.dies_and_comes_back()
+
+
+@pytest.mark.usefixtures("killable")
+def test_the_recipe_for_runit(tiny, tmp_path):
+    runsv, port = need("runsv"), free_port()
+    page = (REPO / "docs" / "supervision.md").read_text()
+    (text,) = re.findall(r"^```sh\n(#!/bin/sh\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    for name, here in {
+        "/path/to/mlx-lm-shim": str(REPO), "/path/to/venv/bin/python": python_of(NEWEST), "/path/to/model": str(tiny),
+        "8080": str(port),
+    }.items():  # fmt: skip
+        assert text.count(name) == 1
+        text = text.replace(name, here)
+    (tmp_path / "service").mkdir()
+    run = tmp_path / "service" / "run"
+    run.write_text(text)
+    run.chmod(0o755)
+    with Kept(NEWEST, port, tmp_path / "log", [runsv, str(run.parent)]) as server:
+        server.dies_and_comes_back()
+
+
+# Stands for a server that takes a socket by systemd's protocol: answers once, and dies.
+MORTAL = """\
+import os, socket
+assert os.environ["LISTEN_PID"] == str(os.getpid()) and os.environ["LISTEN_FDS"] == "1"
+with socket.socket(fileno=3) as listening:
+    taken, _ = listening.accept()
+    taken.sendall(str(os.getpid()).encode())
+    os._exit(70)
+"""
+
+
+@pytest.mark.parametrize("holder", [True, False])
+def test_the_socket_of_supervisord_outlives_the_server(tmp_path, holder):
+    (tmp_path / "mortal.py").write_text(MORTAL)
+    port = free_port()
+    unit = Unit(
+        "mortal", (sys.executable, str(tmp_path / "mortal.py")), {"A": "a b"}, 30, port=port, socket=True,
+        log=str(tmp_path / "log"),
+    )  # fmt: skip
+    (text,) = supervisord.made(unit).files.values()
+    if not holder:  # the control
+        text = text.replace("numprocs=2", "numprocs=1\nnumprocs_start=1")
+    with Kept(NEWEST, port, tmp_path / "out", supervise(tmp_path, text)):
+        assert wait_until(lambda: answered(port), 30)
+        time.sleep(0.1)  # it is dead, or about to be; nobody is refused from here on
+        pids = [answered(port) for _ in range(2)]
+    if not holder:
+        if all(pids):
+            raise Inconclusive("nobody was refused")
+        return
+    assert all(pids), (tmp_path / "log").read_text()
+    assert len(set(pids)) == len(pids), "each was another process"
+
+
+def answered(port):
+    """The process that answered, or nothing where the connection was refused."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            return client.recv(100).decode()
+    except ConnectionRefusedError:
+        return ""
