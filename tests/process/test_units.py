@@ -107,8 +107,9 @@ with socket.socket(fileno=3) as listening:
 def test_the_socket_of_supervisord_outlives_the_server(tmp_path, holder):
     (tmp_path / "mortal.py").write_text(MORTAL)
     port = free_port()
+    # supervisord's SIGTERM is lost on a child that has not got to its exec; it is killed after 2 seconds then
     unit = Unit(
-        "mortal", (sys.executable, str(tmp_path / "mortal.py")), {"A": "a b"}, 30, port=port, socket=True,
+        "mortal", (sys.executable, str(tmp_path / "mortal.py")), {"A": "a b"}, 2, port=port, socket=True,
         log=str(tmp_path / "log"),
     )  # fmt: skip
     (text,) = supervisord.made(unit).files.values()
