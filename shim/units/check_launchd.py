@@ -50,7 +50,7 @@ def _facts(plist: Mapping[str, Any]) -> Facts:
     limit = plist.get("ExitTimeOut", _SOON)
     at = "ExitTimeOut" if "ExitTimeOut" in plist else "ExitTimeOut, which is missing"
     return Facts(
-        argv, {str(k): str(v) for k, v in plist.get("EnvironmentVariables", {}).items()},
+        argv, {k: v for k, v in plist.get("EnvironmentVariables", {}).items() if isinstance(v, str)},
         plist.get("WorkingDirectory", ""), "ProgramArguments", "EnvironmentVariables",
         "<key>PYTHONPATH</key><string>{}</string>", at, float(limit) if limit else None,
         "<key>ExitTimeOut</key><integer>{}</integer>",
@@ -132,6 +132,9 @@ def _condition(key: str, value: object) -> str:
 def _when(found: Findings, plist: Mapping[str, Any]) -> None:
     if plist.get("LaunchOnlyOnce"):
         found.defeats("LaunchOnlyOnce", "it is started once and never again", "nothing of it")
+    if plist.get("EnableTransactions"):
+        what = "launchd stops a job without XPC transactions, such as this one, by SIGKILL at once: nothing is drained"
+        found.defeats("EnableTransactions", what, "nothing of it")
     if plist.get("Disabled"):
         found.defeats("Disabled", "launchd does not load it", "nothing of it")
     for key in ("StartInterval", "StartCalendarInterval", "WatchPaths", "QueueDirectories", "StartOnMount"):
@@ -170,6 +173,9 @@ def _surroundings(found: Findings, plist: Mapping[str, Any]) -> None:
         found.defeats(
             "EnvironmentVariables", f"{LAUNCHD_SOCKET} names no entry of Sockets", "Sockets, or nothing of it"
         )
+    for name, value in plist.get("EnvironmentVariables", {}).items():
+        if not isinstance(value, str):
+            found.note("EnvironmentVariables", f"{name} is no string, and launchd ignores it", "a string")
     for key in ("StandardOutPath", "StandardErrorPath"):
         path = plist.get(key, "")
         if path and not path.startswith("/"):

@@ -83,6 +83,8 @@ PLISTS = [
     (plist(KeepAlive=None, StartCalendarInterval={"Hour": 1}), "DEFEATS: StartCalendarInterval"),
     (plist(LaunchOnlyOnce=True), "DEFEATS: LaunchOnlyOnce"),
     (plist(Disabled=True), "DEFEATS: Disabled"),
+    (plist(EnableTransactions=True), "DEFEATS: EnableTransactions: launchd stops a job without"),
+    (plist(**variables(MLX_SHIM=0)), "note: EnvironmentVariables: MLX_SHIM is no string"),
     (plist(ProcessType="Background"), "DEFEATS: ProcessType: Background throttles"),
     (plist(Nice=10), "note: Nice"),
     (plist(LowPriorityIO=True), "note: LowPriorityIO"),
