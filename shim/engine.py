@@ -68,6 +68,11 @@ class Engine:
         self.generator: Any = None
         self.generators: weakref.WeakSet[Any] = weakref.WeakSet()  # every ResponseGenerator: a program may make more
         self.booting = False  # the default model, that of --model, is being loaded
+        self.up = False  # the generation thread has begun to take requests: what was to be loaded at boot is loaded
+        self.listening = False  # the server accepts connections; only told where a guard asks for it
+        self.draining = (
+            False  # nothing new is taken in: the process ends when those in flight are done, or their time is
+        )
         self.loading = 0  # > 0 while a model is being loaded, at boot or for a request
         self.single = False  # the generation thread serves one request alone, in the loop itself
         self.tokenizing = False  # the generation thread turns somebody's text into tokens
@@ -80,6 +85,8 @@ class Engine:
         self.ending: ShimError | None = None  # what waiting clients are told, once the process is about to end
         self.stalled: str | None = None  # the verdict, while MLX_SHIM_ON_STALL=dump lets a stall be
         self.steps = 0  # of the batch, completed: each owes a token to every request in decode
+        self.turns = 0  # of the generation loop, where it asks for the next request
+        self.spent = 0  # tokens, of prompts computed and made, for requests that are closed
         # Seconds of the engine's own clock: the watchdog advances it, and lets it rest while a model loads, while the
         # server stops, and while the process itself did not run (suspended, or asleep with the machine).
         self.clock = 0.0
@@ -126,6 +133,11 @@ class Engine:
         return bool(getattr(self.generator, "_is_distributed", False))
 
     @property
+    def rank(self) -> int:
+        """Which of several machines that share a model this is; 0 is the one that listens."""
+        return int(getattr(self.generator, "_rank", 0))
+
+    @property
     def model_name(self) -> str:
         """What --model named, or "none"."""
         provider = getattr(self.generator, "model_provider", None)
@@ -148,6 +160,7 @@ class Engine:
         """The handler is done with it: whatever is still generated for it is for nobody."""
         if self.entries.pop(entry.id, None) is None:
             return
+        self.spent += entry.processed + entry.tokens
         if entry.phase != FINISHED:
             self.leaving[entry.id] = entry
         self.stop(entry)

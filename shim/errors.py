@@ -43,6 +43,10 @@ def shutting_down() -> ShimError:
     return ShimError(503, "shutting_down", "the server is shutting down", RETRY_AFTER)
 
 
+def draining() -> ShimError:
+    return ShimError(503, "draining", "the server is about to stop and takes nothing new in", RETRY_AFTER)
+
+
 def model_loading() -> ShimError:
     return ShimError(503, "model_loading", "the model is being loaded", RETRY_AFTER)
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from . import crash_report, errors, report, settings
 from .engine import engine
@@ -15,6 +15,7 @@ from .engine import engine
 STOPPED = 0  # asked to stop, and did
 EX_SOFTWARE = 70  # the generation thread died or stalled after it had come up
 EX_OSERR = 71  # could not listen
+EX_TEMPFAIL = 75  # wants to be started again: a limit of MLX_SHIM_RECYCLE_* is reached
 EX_CONFIG = 78  # it never came up: the model could not be loaded, a key file cannot be used, or MLX_SHIM_STRICT refused
 
 # Seconds from a death to the exit, whatever the traceback's printer, a full pipe or a hanging hook does meanwhile.
@@ -42,27 +43,48 @@ def end(
     `tell` is what clients get, within MLX_SHIM_EXIT_GRACE. Where anything of this hangs, the thread that `prepare`
     started ends the process all the same.
     """
-    global _status, _verdict
-    if not _first.acquire(blocking=False):
-        threading.Event().wait()  # another thread is at it and ends us too
+    _take(status, f"fatal: {reason}; {engine.in_flight} in flight; up {engine.uptime:.1f} s; exit {status}")
     deadline = time.monotonic() + settings.current.exit_grace
-    _status = status
-    _verdict = f"fatal: {reason}; {engine.in_flight} in flight; up {engine.uptime:.1f} s; exit {status}"
     facts = crash_report.facts(reason, error)  # before the clients are told, and their entries close
     _begun.set()
     try:
         _attempt("tell the clients", lambda: engine.fail_waiting(tell or errors.engine_dead()))
         if show is not None:
             _attempt("show the traceback", show)
-        _say()
-        if settings.current.report_dir:
-            _attempt("write the crash report", lambda: crash_report.write(status, error, facts))
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
+        _leave_word(error, facts)
         engine.wait_for_handlers(deadline - time.monotonic())
     finally:
         os._exit(status)
+
+
+def stop(status: int, reason: str, facts: dict[str, Any] | None = None) -> NoReturn:
+    """End the process, of which nobody expects anything any more, as it was asked to: no fault, and no teardown either.
+
+    `facts`, where there are any, become a report in MLX_SHIM_REPORT_DIR.
+    """
+    _take(status, f"stopped: {reason}; up {engine.uptime:.1f} s; exit {status}")
+    _begun.set()
+    try:
+        _leave_word(None, facts)
+    finally:
+        os._exit(status)
+
+
+def _take(status: int, verdict: str) -> None:
+    """Be the one that ends the process; any other thread waits here until it is over."""
+    global _status, _verdict
+    if not _first.acquire(blocking=False):
+        threading.Event().wait()
+    _status, _verdict = status, verdict
+
+
+def _leave_word(error: BaseException | None, facts: dict[str, Any] | None) -> None:
+    _say()
+    if settings.current.report_dir and facts is not None:
+        _attempt("write the report", lambda: crash_report.write(_status, error, facts))
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
 
 
 def begun(timeout: float = 0) -> bool:

@@ -13,6 +13,7 @@ from . import report
 from .errors import ShimError
 
 LINGER = 10.0  # seconds for which an unread body is read and thrown away, at most
+_ERROR = 400
 _UNAUTHORIZED = 401
 
 
@@ -73,6 +74,8 @@ def send(handler: Any, status: int, body: bytes, retry_after: int | None = None,
         handler.send_header("Retry-After", str(retry_after))
     if status == _UNAUTHORIZED:
         handler.send_header("WWW-Authenticate", "Bearer")  # RFC 9110 wants it
+    if status >= _ERROR and handler.close_connection:
+        handler.send_header("Connection", "close")  # a proxy that speaks HTTP/1.1 should not ask us again
     handler._set_cors_headers()
     lines = getattr(handler, "_headers_buffer", [])  # there is none for a client that speaks HTTP/0.9
     headers = b"".join(lines) + b"\r\n" if lines else b""

@@ -93,6 +93,8 @@ def _serve_single(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _next_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Stock waits for a request, rather than glance at the queue, where it has nothing else to do."""
+    engine.up = True
+    engine.turns += 1
     if (args[0] if args else kwargs.get("timeout")) is not None:
         engine.leaving.clear()
     return wrapped(*args, **kwargs)

@@ -96,6 +96,25 @@ class Settings:
         "1s", "duration", parse_duration,
         "at most this long for waiting clients to be told before the exit", "generation_death",
     )  # fmt: skip
+    drain: float = _setting(
+        "25s", "duration", parse_duration,
+        "asked to stop by SIGTERM or SIGINT, those in flight may finish within this; 0 is not to wait", "abrupt_stop",
+    )  # fmt: skip
+    recycle_requests: int = _setting(
+        "0", "number", parse_count,
+        "after so many requests the process ends with 75 when it is idle, at twice as many by draining; 0 is never",
+        "grown_process",
+    )  # fmt: skip
+    recycle_tokens: int = _setting(
+        "0", "number", parse_count, "likewise after so many tokens, of prompts computed and made; 0 is never",
+        "grown_process",
+    )  # fmt: skip
+    recycle_age: float = _setting(
+        "0", "duration", parse_duration, "likewise when it is so old; 0 is never", "grown_process"
+    )
+    recycle_memory: int = _setting(
+        "0", "size", parse_size, "likewise when its footprint is so large; 0 is never", "grown_process"
+    )
     decode_stall: float = _setting(
         "120s", "duration", parse_duration,
         "a request that is past its prompt got no token for this long, and no prompt of others explains it; 0 is none",

@@ -47,6 +47,9 @@ GUARDS = (
     "dropped_model",
     "needless_drain",
     "any_model",
+    "abrupt_stop",
+    "grown_process",
+    "unseen_by_systemd",
 )
 
 

@@ -40,7 +40,7 @@ def _rearm() -> None:
     deadline = settings.current.gil_deadline
     if _foreign or not deadline:
         return
-    if engine.stopping:
+    if engine.stopping and not engine.draining:  # a drain ends by itself, unless the interpreter stands still
         if _armed_at:
             _armed_at = 0.0
             _call(faulthandler.cancel_dump_traceback_later)

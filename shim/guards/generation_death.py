@@ -84,6 +84,8 @@ def _is_loop(code: Any) -> bool:
 
 def _die(error: BaseException | None, show: Any = None) -> NoReturn:
     what = "its loop returned" if error is None else f"{type(error).__name__}: {report.one_line(error)}"
+    if engine.draining and engine.rank:  # all were asked to stop, and rank 0 has gone first
+        fatal.stop(fatal.STOPPED, f"rank {engine.rank} has nobody left to work with: {what}")
     if engine.booting:
         status, reason = fatal.EX_CONFIG, f"the model {engine.model_name} could not be loaded: {what}"
     else:

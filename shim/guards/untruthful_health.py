@@ -30,7 +30,7 @@ def apply(server: Any) -> None:
 
 def status() -> str:
     """One word for what the server is now: ok, loading, draining, stalled or dead."""
-    if engine.stopping:
+    if engine.draining or engine.stopping:
         return "draining"
     if engine.ending is not None or engine.generation_is_over:
         return "dead"

@@ -1,0 +1,111 @@
+"""A process that has served for long has grown, and nobody replaces it before the system does.
+
+Here, where a limit of MLX_SHIM_RECYCLE_* is set and reached, the process ends with 75 once it is idle, or, at twice the
+limit, after a drain; its supervisor starts a fresh one. Each process has its limits up to a tenth higher, drawn at its
+start: several do not end together. What it had grown is said, so that one can judge whether this was needed.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .. import crash_report, drain, fatal, report, settings, watchdog
+from ..engine import engine
+from ..footprint import footprint, shown
+from . import require
+
+UPSTREAM = "mlx-lm 854, 1480, 1845 and others, each a way to grow"
+MODULE = "mlx_lm.server"
+
+EVERY = 1.0  # seconds between two looks
+JITTER = 0.1
+HARD = 2  # times the limit: no longer waits for an idle moment
+
+
+def probe(server: Any) -> None:
+    require(server, "ResponseGenerator.__init__", "ResponseGenerator._next_request", "APIHandler.do_POST")
+
+
+def apply(server: Any) -> None:
+    limits = drawn(settings.current, random.uniform(1, 1 + JITTER))  # noqa: S311
+    if limits:
+        drain.install(server)
+        watchdog.add(_Recycling(limits))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One of the settings, as drawn for this process."""
+
+    setting: str
+    value: float
+    read: Callable[[], float]
+    show: Callable[[float], str]
+
+
+def drawn(current: settings.Settings, factor: float) -> list[Limit]:
+    """The limits that are set, each times `factor`."""
+    known = (
+        ("recycle_requests", lambda: engine.counters["requests"], lambda n: f"{n:.0f} requests"),
+        ("recycle_tokens", _tokens, lambda n: f"{n:.0f} tokens"),
+        ("recycle_age", lambda: engine.uptime, lambda n: f"{n:.0f} s of age"),
+        ("recycle_memory", footprint, lambda n: f"a footprint of {shown(n)}"),
+    )
+    return [
+        Limit(settings.variable(name), getattr(current, name) * factor, read, show)
+        for name, read, show in known
+        if getattr(current, name)
+    ]
+
+
+def _tokens() -> int:
+    return engine.spent + sum(entry.processed + entry.tokens for entry in list(engine.entries.values()))
+
+
+class _Recycling:
+    """Called by the watchdog; looks once a second."""
+
+    def __init__(self, limits: list[Limit]) -> None:
+        self._limits = limits
+        self._looked = 0.0
+        self._at_start: int | None = None  # the footprint with the model up
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < EVERY or not engine.up or engine.draining or engine.stopping:
+            return
+        self._looked = now
+        if self._at_start is None:
+            self._begin()
+        for limit in self._limits:
+            figure = limit.read()
+            if figure >= limit.value and (_is_idle() or figure >= HARD * limit.value):
+                self._recycle(limit, figure)
+                return
+
+    def _begin(self) -> None:
+        self._at_start = footprint()
+        for limit in list(self._limits):
+            if limit.read is footprint and self._at_start >= limit.value:
+                self._limits.remove(limit)  # else it would be started again and again, and never serve
+                report.line(
+                    f"{limit.setting} is left out: with its model up the process has {limit.show(self._at_start)} already"
+                )
+
+    def _recycle(self, limit: Limit, figure: float) -> None:
+        before, after = self._at_start or 0, footprint()
+        why = (
+            f"recycled at {limit.show(figure)}, {limit.setting} being {limit.show(limit.value)} in this process; "
+            f"its footprint was {shown(before)} with the model up and is {shown(after)}"
+        )
+        grown = {"footprint_model_up": before, "footprint": after, "limit": limit.setting}
+        facts = crash_report.facts(why, None) | {"recycled": grown | {"value": limit.value, "figure": figure}}
+        drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, facts))
+
+
+def _is_idle() -> bool:
+    return not (engine.in_flight or engine.entries or engine.leaving or engine.loading)

@@ -1,0 +1,117 @@
+"""systemd takes the server for started while its model still loads, and for well as long as its process lives.
+
+Here, where NOTIFY_SOCKET is set (Type=notify), it is told READY=1 when the model is up and the port is open, STATUS,
+STOPPING=1, and with WatchdogSec= WATCHDOG=1 for as long as deliveries are sound: an interpreter that stands still, or a
+stall that MLX_SHIM_ON_STALL=dump lets be, is then restarted by systemd. The variables stay in the environment: systemd
+hears the main process alone, unless NotifyAccess= says otherwise.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from typing import Any
+
+from .. import drain, patch, report, sd_notify, watchdog
+from ..engine import engine
+from . import Incompatible, Retired, require
+
+UPSTREAM = "no issue known"
+MODULE = "mlx_lm.server"
+
+LOADING = 1800.0  # seconds for which a model that loads counts as sound: nothing tells a slow load from one that hangs
+
+
+def probe(server: Any) -> None:
+    if not os.environ.get("NOTIFY_SOCKET"):
+        raise Retired("NOTIFY_SOCKET is not set: nobody asks")
+    if sd_notify.address() is None:
+        raise Incompatible("NOTIFY_SOCKET names no UNIX socket")
+    require(server, "_run_http_server", "ResponseGenerator._next_request")
+    if "server_class" not in inspect.signature(server._run_http_server).parameters:
+        raise Incompatible("_run_http_server has no server_class")
+
+
+def apply(server: Any) -> None:
+    told = _Told()
+    patch.wrap(server, "_run_http_server", _listening)
+    drain.on_begin.append(told.look)
+    watchdog.add(told.look)
+
+
+def _listening(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Have the server note that it listens, once it does."""
+    call = inspect.signature(wrapped).bind(*args, **kwargs)
+    call.apply_defaults()
+    stock = call.arguments["server_class"]
+
+    def serve_forever(self: Any, *args: Any, **kwargs: Any) -> Any:
+        engine.listening = True
+        return stock.serve_forever(self, *args, **kwargs)
+
+    call.arguments["server_class"] = type(stock.__name__, (stock,), {"serve_forever": serve_forever})
+    return wrapped(*call.args, **call.kwargs)
+
+
+def status() -> str:
+    """What `systemctl status` shows."""
+    if engine.draining or engine.stopping:
+        return "draining"
+    if engine.ending is not None or engine.generation_is_over:
+        return "dead"
+    if engine.stalled is not None:
+        return engine.stalled
+    if not engine.up or engine.loading:
+        return f"loading a model (--model {engine.model_name})"
+    return f"serving (--model {engine.model_name})"
+
+
+class _Told:
+    """What has been told so far. What could not be delivered is told at the next look."""
+
+    def __init__(self) -> None:
+        self._ready = self._stopping = False
+        self._status = ""
+        self._alive = 0.0
+        self._loading: float | None = None
+        self._interval: float | None = None
+        self._asked = self._complained = False
+
+    def look(self) -> None:
+        now = time.monotonic()
+        try:
+            if not self._asked:
+                self._asked = True
+                self._interval = sd_notify.watchdog_interval()
+            self._tell(now)
+        except (OSError, ValueError) as error:
+            if not self._complained:
+                self._complained = True
+                report.line_at_once(f"systemd could not be told: {error}")
+
+    def _tell(self, now: float) -> None:
+        if not self._ready and engine.up and engine.listening:
+            sd_notify.send(READY=1)
+            self._ready = True
+        if not self._stopping and (engine.draining or engine.stopping):
+            sd_notify.send(STOPPING=1)
+            self._stopping = True
+        said = report.one_line(status())
+        if said != self._status:
+            sd_notify.send(STATUS=said)
+            self._status = said
+        due = self._interval is not None and now - self._alive >= self._interval - watchdog.POLL
+        if self._is_sound(now) and due:
+            sd_notify.send(WATCHDOG=1)
+            self._alive = now
+
+    def _is_sound(self, now: float) -> bool:
+        if engine.ending is not None or engine.generation_is_over or engine.stalled is not None:
+            return False
+        if engine.up and not engine.loading:
+            self._loading = None
+            return True
+        if self._loading is None:
+            self._loading = now
+        return now - self._loading < LOADING

@@ -1,0 +1,185 @@
+"""SIGTERM and SIGINT let those in flight finish, tell the rest, and end with 0; a second one does not wait."""
+
+from __future__ import annotations
+
+import json
+import signal
+import textwrap
+import threading
+import time
+
+from harness import NEWEST, Inconclusive, Server, Stream, wait_until
+
+OFF = {"MLX_SHIM_ABRUPT_STOP": "0"}
+LONG = 100_000  # tokens: more than any test waits for
+SOON = 5.0  # seconds; an idle server takes a fraction of one
+
+
+def start(server, count, **body):
+    streams = []
+    for n in range(count):  # the stock server listens with a backlog of five
+        streams.append(Stream(server, {"prompt": f"stream {n}", **body}))
+        time.sleep(0.03)
+    assert all(s.first.wait(60) for s in streams)
+    return streams
+
+
+def ask(server, number):
+    server.process.send_signal(number)
+    return time.monotonic()
+
+
+def last_line(server):
+    (said,) = [x for x in server.shim_lines() if "stopped: " in x]
+    return said
+
+
+def told(stream):
+    """The code of the error a stream ended with: its last event, or, before its first, its body."""
+    assert not stream.join().done
+    return json.loads(stream.lines[-1 if stream.status != 200 else -2].removeprefix("data: "))["error"]["code"]
+
+
+def test_those_in_flight_finish_and_newcomers_are_refused(line, faulty, tmp_path):
+    model = faulty(kind="none", delay=0.03)
+    with Server(line, model.path, tmp_path / "log", args=model.args) as server:
+        streams = start(server.ready(), 16, max_tokens=120)
+        ask(server, signal.SIGTERM)
+        assert wait_until(lambda: server.get("/health")[1]["status"] == "draining", 5)
+        assert server.get("/health/live")[0] == 200
+        assert server.get("/health/ready")[0] == 503
+        connection = server.connect()
+        connection.request("POST", "/v1/completions", b'{"prompt": "new"}', {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert (answer.status, json.loads(answer.read())["error"]["code"]) == (503, "draining")
+        assert int(answer.headers["Retry-After"]) > 0
+        assert answer.headers["Connection"] == "close"
+        assert any(s.thread.is_alive() for s in streams), "all of that while the streams go on"
+        assert all(s.join().done for s in streams)
+        assert server.wait_exit(30) == 0
+        assert "SIGTERM; in flight: 16 finished, 0 cut short" in last_line(server)
+        assert not any("fatal:" in x for x in server.shim_lines())
+
+
+def test_control_sigterm_cuts_every_stream(line, faulty, tmp_path):
+    model = faulty(kind="none", delay=0.03)
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ=OFF) as server:
+        streams = start(server.ready(), 4, max_tokens=100)
+        ask(server, signal.SIGTERM)
+        status = server.wait_exit(30)
+        whole = sum(s.join().done for s in streams)
+        if status != -signal.SIGTERM or whole:
+            raise Inconclusive(f"stock ended with {status}, and {whole} streams were whole")
+
+
+def test_a_drain_too_short_for_them(line, faulty, tmp_path):
+    """Two in the batch, and one that waits to be served alone after them."""
+    model = faulty(kind="none", delay=0.03)
+    environ = {"MLX_SHIM_DRAIN": "1s"}
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
+        streams = start(server.ready(), 2, max_tokens=LONG)
+        queued = Stream(server, {"prompt": "alone", "max_tokens": 5, "seed": 1})
+        assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 3, 10)
+        asked = ask(server, signal.SIGINT)
+        assert [told(s) for s in (*streams, queued)] == ["shutting_down"] * 3
+        assert queued.status == 503
+        assert server.wait_exit(30) == 0
+        assert time.monotonic() - asked < 15
+        assert "SIGINT; in flight: 0 finished, 3 cut short" in last_line(server)
+
+
+def test_one_that_is_served_alone_and_a_second_signal(line, faulty, tmp_path):
+    model = faulty(kind="none", delay=0.03)
+    with Server(line, model.path, tmp_path / "log", args=model.args) as server:
+        (stream,) = start(server.ready(), 1, max_tokens=LONG, seed=1)
+        ask(server, signal.SIGINT)
+        time.sleep(1)
+        assert server.alive
+        assert stream.thread.is_alive()
+        again = ask(server, signal.SIGTERM)
+        assert told(stream) == "shutting_down"
+        assert server.wait_exit(30) == 0
+        print(f"{line}: {time.monotonic() - again:.2f} s from the second signal to the end")
+        assert time.monotonic() - again < SOON
+
+
+def test_served_alone_past_the_drain(faulty, tmp_path):
+    model = faulty(kind="none", delay=0.03)
+    environ = {"MLX_SHIM_DRAIN": "500ms"}
+    with Server(NEWEST, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
+        (stream,) = start(server.ready(), 1, max_tokens=LONG, seed=1)
+        ask(server, signal.SIGTERM)
+        assert told(stream) == "shutting_down"
+        assert server.wait_exit(30) == 0
+
+
+def test_an_idle_server_ends_at_once(line, tiny, tmp_path):
+    with Server(line, tiny, tmp_path / "log") as server:
+        asked = ask(server.ready(), signal.SIGTERM)
+        assert server.wait_exit(30) == 0
+        print(f"{line}: {time.monotonic() - asked:.2f} s from SIGTERM to the end of an idle server")
+        assert time.monotonic() - asked < SOON
+
+
+def test_while_the_model_loads(line, faulty, tmp_path):
+    model = faulty(kind="none", load_delay=90)
+    with Server(line, model.path, tmp_path / "log", args=model.args) as server:
+        assert wait_until(lambda: "Starting httpd" in server.text(), 60)
+        waiting = Stream(server, {"prompt": "early", "max_tokens": 5})
+        assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 1, 10)
+        asked = ask(server, signal.SIGTERM)
+        assert server.wait_exit(30) == 0
+        assert time.monotonic() - asked < SOON
+        assert told(waiting) == "shutting_down"
+        assert waiting.status == 503
+
+
+def test_an_engine_that_is_stuck(faulty, tmp_path):
+    """No verdict has been reached when the signal comes: the drain bounds it."""
+    model = faulty(kind="sleep", delay=0.02)
+    environ = {"MLX_SHIM_DRAIN": "1s"}
+    with Server(NEWEST, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
+        (stream,) = start(server.ready(), 1, max_tokens=LONG)
+        model.fire()
+        asked = ask(server, signal.SIGTERM)
+        assert told(stream) == "shutting_down"
+        assert server.wait_exit(30) == 0
+        assert time.monotonic() - asked < 15
+
+
+def test_a_handler_of_the_program_is_the_programs(tiny, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+        import os, signal
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        from mlx_lm.server import main
+        main()
+    """)
+    )
+    with Server(NEWEST, tiny, tmp_path / "log", entry=(str(program),)) as server:
+        ask(server.ready(), signal.SIGINT)
+        time.sleep(1)
+        assert server.post({"prompt": "x", "max_tokens": 1})[0] == 200
+        ask(server, signal.SIGTERM)
+        assert server.wait_exit(30) == 5
+
+
+def test_a_body_that_is_on_its_way_is_served(tiny, tmp_path):
+    """Its headers were in before the signal: it counts as in flight from its last byte on, beside another."""
+    with Server(NEWEST, tiny, tmp_path / "log") as server:
+        (stream,) = start(server.ready(), 1, max_tokens=3000)
+        head, rest = b'{"prompt": "x", ', b'"max_tokens": 1}'
+        s = server.connect()
+        s.putrequest("POST", "/v1/completions")
+        s.putheader("Content-Length", str(len(head + rest)))
+        s.endheaders(head)
+        time.sleep(0.5)
+        ask(server, signal.SIGTERM)
+        threading.Timer(0.1, lambda: s.send(rest)).start()
+        answer = s.getresponse()
+        assert answer.status == 200
+        assert json.loads(answer.read())["choices"]
+        assert stream.join().done
+        assert server.wait_exit(30) == 0
