@@ -20,6 +20,7 @@ POLL = 0.05  # seconds
 QUIET = 0.2  # seconds left to a request whose body is still coming in, once nothing is in flight
 AT_ONCE = 0.1  # seconds for clients to be told, after a second signal
 JOIN = 2.0  # seconds for the generation thread to leave its loop, and to let go of the model
+STOP = ("mlx-lm-shim", "stop")  # what rank 0 shares in the place of a request
 SILENCE = 10.0  # seconds without a turn or a step of a generation loop that shares a model: the others have gone
 
 
@@ -35,6 +36,7 @@ class Order:
 on_begin: list[Callable[[], None]] = []  # called when a drain begins, in its thread
 _orders: queue.SimpleQueue[Order] = queue.SimpleQueue()  # its `put` may be called in a signal's handler, even in itself
 _posting: set[int] = set()  # threads in do_POST: reading a body, in flight, or refusing
+_last_turn = threading.Event()  # of the generation loops that share a model
 _start_once = threading.Lock()
 _install_once = threading.Lock()
 
@@ -44,6 +46,7 @@ def install(server: Any) -> None:
     if _install_once.acquire(blocking=False):
         patch.wrap(server, "APIHandler.do_POST", _do_post)
         patch.wrap(server, "ResponseGenerator.__init__", _starts)
+        patch.wrap(server, "ResponseGenerator._share_request", _share_request)
 
 
 def start() -> None:
@@ -74,6 +77,22 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         _posting.discard(me)
 
 
+def _share_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """In the generation loops of several machines: rank 0 has all leave in the same turn, none in the midst of a collective."""
+    if not engine.distributed:
+        return wrapped(*args, **kwargs)
+    if _last_turn.is_set() and not engine.rank:
+        args, kwargs = ((None, *STOP),), {}
+    shared = wrapped(*args, **kwargs)
+    if shared is None or shared[1:] != STOP:
+        return shared
+    instance._stop = True
+    if engine.rank:
+        engine.draining = True
+        ask(Order("rank 0 has stopped"))
+    return None
+
+
 def _run() -> NoReturn:
     order = _orders.get()
     try:
@@ -96,6 +115,8 @@ def _carry_out(order: Order) -> NoReturn:
             "nothing new is taken in; a second signal ends it at once"
         )
     order, hurried = _wait(order)
+    if engine.rank and not hurried and not engine.stopping:
+        fatal.stop(fatal.EX_SOFTWARE, f"{order.why}, and rank 0 goes on, or has gone without a word")
     cut = engine.in_flight
     if cut:
         engine.fail_waiting(errors.shutting_down())
@@ -126,6 +147,8 @@ class _Patience:
 
     def __init__(self) -> None:
         self._deadline = time.monotonic() + settings.current.drain
+        if engine.rank:  # rank 0 is given its time in full, to stop us
+            self._deadline += settings.current.exit_grace + JOIN
         self._quiet: float | None = None
         self._seen: tuple[int, int] | None = None
         self._moved = 0.0
@@ -157,5 +180,8 @@ def _stop_generation() -> None:
         engine.stop(entry)  # one that is served alone looks at nothing else
     thread = engine.generation_thread
     if thread is not None and engine.up:
-        engine.generator._stop = True
+        if engine.distributed and not engine.rank:
+            _last_turn.set()
+        else:
+            engine.generator._stop = True
         thread.join(JOIN)

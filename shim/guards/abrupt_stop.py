@@ -14,6 +14,7 @@ import threading
 from typing import Any
 
 from .. import drain, patch, report
+from ..engine import engine
 from . import require
 
 UPSTREAM = "no issue known; mlx_lm/server.py handles KeyboardInterrupt alone"
@@ -23,7 +24,14 @@ _DEFAULTS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: sign
 
 
 def probe(server: Any) -> None:
-    require(server, "run", "_run_http_server", "ResponseGenerator.__init__", "APIHandler.do_POST")
+    require(
+        server,
+        "run",
+        "_run_http_server",
+        "ResponseGenerator.__init__",
+        "ResponseGenerator._share_request",
+        "APIHandler.do_POST",
+    )
 
 
 def apply(server: Any) -> None:
@@ -43,6 +51,10 @@ def _handling(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     try:
         return wrapped(*args, **kwargs)
     finally:
+        if engine.draining:
+            threading.Event().wait(
+                drain.JOIN
+            )  # rank 0 has stopped this rank: its process ends here, without a teardown
         for number in ours:
             if signal.getsignal(number) is asked:
                 signal.signal(number, _DEFAULTS[number])

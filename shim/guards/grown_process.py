@@ -27,7 +27,7 @@ HARD = 2  # times the limit: no longer waits for an idle moment
 
 
 def probe(server: Any) -> None:
-    require(server, "ResponseGenerator.__init__", "ResponseGenerator._next_request", "APIHandler.do_POST")
+    require(server, "ResponseGenerator.__init__", "ResponseGenerator._share_request", "APIHandler.do_POST")
 
 
 def apply(server: Any) -> None:
@@ -76,7 +76,7 @@ class _Recycling:
 
     def __call__(self) -> None:
         now = time.monotonic()
-        if now - self._looked < EVERY or not engine.up or engine.draining or engine.stopping:
+        if now - self._looked < EVERY or not engine.up or engine.draining or engine.stopping or engine.rank:
             return
         self._looked = now
         if self._at_start is None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from harness import REPO, VENVS, Inconclusive, Server, clean_environ, free_port
+from harness import REPO, VENVS, Inconclusive, Server, Stream, clean_environ, free_port, wait_until
+
+
+def free_pair():
+    """The first of two free ports in a row: the ring takes one for each rank."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+            return port
 
 
 class Job(Server):
@@ -16,7 +28,7 @@ class Job(Server):
         self.port, self.log, self.line = free_port(), log, line
         launcher = str(VENVS / line / "bin" / "mlx.launch")
         server = str(VENVS / line / "bin" / "mlx_lm.server")
-        command = [launcher, "-n", "2", "--backend", "ring", "--starting-port", str(free_port()), "--"]
+        command = [launcher, "-n", "2", "--backend", "ring", "--starting-port", str(free_pair()), "--"]
         command += [server, "--model", str(model.path), *model.args, "--port", str(self.port)]
         reader, self.stdin = os.pipe()  # mlx.launch reads its stdin, and spins where that has ended
         with log.open("ab") as out:
@@ -32,6 +44,18 @@ class Job(Server):
     def _answers(self):
         self.log.touch()
         return super()._answers()
+
+    def pids(self):
+        """Of the ranks, by their number."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"--port\0{self.port}\0" in (process / "cmdline").read_text():
+                    variables = dict(v.split("=", 1) for v in (process / "environ").read_text().split("\0") if "=" in v)
+                    found[int(variables["MLX_RANK"])] = int(process.name)
+            except (OSError, KeyError, UnicodeDecodeError):
+                continue
+        return found
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -58,3 +82,21 @@ def test_control_stock_hangs_when_rank_0_dies(line, faulty, tmp_path):
             os.killpg(job.pid, signal.SIGTERM)
         else:
             raise Inconclusive(f"the stock job ended by itself: {job.text()[-2000:]}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_sigterm_to_rank_0_stops_all_after_those_in_flight(line, faulty, tmp_path):
+    model = faulty(kind="none")
+    with Job(line, model, tmp_path / "log", {"PYTHONPATH": str(REPO)}) as job:
+        stream = Stream(job.ready(), {"prompt": "x", "max_tokens": 40})
+        assert stream.first.wait(60)
+        ranks = job.pids()
+        os.kill(ranks[0], signal.SIGTERM)
+        assert stream.join().done
+        job.wait_exit(60)
+        assert wait_until(lambda: not job.pids(), 10)
+        said = [x for x in job.shim_lines() if "exit 0" in x]
+        assert [x.split(";")[0].removeprefix("mlx-lm-shim: stopped: ") for x in sorted(said)] == [
+            "SIGTERM", "rank 0 has stopped",
+        ]  # fmt: skip
+        assert "exited with code" not in job.text()

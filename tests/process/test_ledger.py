@@ -145,7 +145,8 @@ def test_a_wedged_engine_is_found_though_clients_give_up_sooner(line, faulty, tm
 
 def test_sigint_leaves_nobody_without_a_word(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.05)
-    with Server(line, model.path, tmp_path / "log", args=model.args) as server:
+    environ = {"MLX_SHIM_ABRUPT_STOP": "0"}  # an orderly stop of stock's own, as a program may ask for
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
         stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
         assert stream.first.wait(30)
         server.process.send_signal(signal.SIGINT)

@@ -167,13 +167,13 @@ def test_one_datagram_for_systemd(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("usec", "pid", "seconds"),
-    [("3000000", None, 1.5), ("3000000", os.getpid(), 1.5), ("3000000", 1, None), (None, None, None), ("", None, None)],
+    [("3000000", None, 1.5), ("3000000", "ours", 1.5), ("3000000", 1, None), (None, None, None), ("", None, None)],
 )
 def test_half_of_what_the_watchdog_allows(monkeypatch, usec, pid, seconds):
     for name, value in (("WATCHDOG_USEC", usec), ("WATCHDOG_PID", pid)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
-            monkeypatch.setenv(name, str(value))
+            monkeypatch.setenv(name, str(os.getpid() if value == "ours" else value))
     assert sd_notify.watchdog_interval() == seconds
 
 
