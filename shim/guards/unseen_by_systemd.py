@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 import time
 from typing import Any
 
@@ -71,6 +72,7 @@ class _Told:
     """What has been told so far. What could not be delivered is told at the next look."""
 
     def __init__(self) -> None:
+        self._one_at_a_time = threading.Lock()
         self._ready = self._stopping = False
         self._status = ""
         self._alive = 0.0
@@ -79,18 +81,19 @@ class _Told:
         self._asked = self._complained = False
 
     def look(self) -> None:
-        now = time.monotonic()
+        """Called by the watchdog, and by the drain's thread as it begins."""
         try:
-            if not self._asked:
-                self._asked = True
-                self._interval = sd_notify.watchdog_interval()
-            self._tell(now)
+            with self._one_at_a_time:
+                self._tell(time.monotonic())
         except (OSError, ValueError) as error:
             if not self._complained:
                 self._complained = True
                 report.line_at_once(f"systemd could not be told: {error}")
 
     def _tell(self, now: float) -> None:
+        if not self._asked:
+            self._asked = True
+            self._interval = sd_notify.watchdog_interval()
         if not self._ready and engine.up and engine.listening:
             sd_notify.send(READY=1)
             self._ready = True
