@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .errors import ShimError
 
@@ -19,6 +20,18 @@ FINISHED: Phase = "finished"  # nothing more will be put on its queue
 
 
 Outcome = Literal["finished", "failed", "abandoned", "timed_out"]
+
+
+class Hold(NamedTuple):
+    """A start that waits before it loads its model."""
+
+    reason: str
+    until: float  # by time.monotonic
+
+    @property
+    def seconds_left(self) -> int:
+        """Whole seconds, one at least: for a Retry-After."""
+        return max(1, math.ceil(self.until - time.monotonic()))
 
 
 class Entry:
@@ -74,6 +87,7 @@ class Engine:
             False  # nothing new is taken in: the process ends when those in flight are done, or their time is
         )
         self.loading = 0  # > 0 while a model is being loaded, at boot or for a request
+        self.hold: Hold | None = None  # why that waits, and until when
         self.single = False  # the generation thread serves one request alone, in the loop itself
         self.tokenizing = False  # the generation thread turns somebody's text into tokens
         self.inserting: Entry | None = None  # whose sequence goes into the batch next

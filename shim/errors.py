@@ -51,6 +51,10 @@ def model_loading() -> ShimError:
     return ShimError(503, "model_loading", "the model is being loaded", RETRY_AFTER)
 
 
+def breaker(reason: str, seconds_left: int) -> ShimError:
+    return ShimError(503, "breaker", f"the model is not being loaded yet: {reason}", seconds_left)
+
+
 def request_timeout(seconds: float) -> ShimError:
     return ShimError(504, "request_timeout", f"the request took longer than MLX_SHIM_REQUEST_TIMEOUT, {seconds:g} s")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ EX_CONFIG = 78  # it never came up: the model could not be loaded, a key file ca
 # Seconds from a death to the exit, whatever the traceback's printer, a full pipe or a hanging hook does meanwhile.
 REPORT_LIMIT = 0.8
 
+_notes: list[Callable[[int], None]] = []
 _first = threading.Lock()
 _prepared = threading.Lock()
 _begun = threading.Event()
@@ -80,11 +82,18 @@ def _take(status: int, verdict: str) -> None:
 
 def _leave_word(error: BaseException | None, facts: dict[str, Any] | None) -> None:
     _say()
+    for note in _notes:
+        _attempt("note the end", functools.partial(note, _status))
     if settings.current.report_dir and facts is not None:
         _attempt("write the report", lambda: crash_report.write(_status, error, facts))
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
+
+
+def at_end(note: Callable[[int], None]) -> None:
+    """Have `note(status)` called before the exit, after the clients are told. It has to be quick, and must not hang."""
+    _notes.append(note)
 
 
 def begun(timeout: float = 0) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from .breaker import MOST, Limit
 from .guards import GUARDS
 
 PREFIX = "MLX_SHIM"
@@ -60,6 +61,23 @@ def parse_kv_size(text: str) -> int:
 def parse_names(text: str) -> tuple[str, ...]:
     """Names separated by commas."""
     return tuple(name for name in (part.strip() for part in text.split(",")) if name)
+
+
+def parse_breaker(text: str) -> Limit | None:
+    """5/10m, or with the first wait 5/10m,10s; None for 0 or off. Raises ValueError saying what is accepted."""
+    if text.strip().lower() in OFF:
+        return None
+    deaths, _, rest = text.partition("/")
+    window, comma, base = rest.partition(",")
+    try:
+        limit = Limit(parse_count(deaths), parse_duration(window), parse_duration(base if comma else "10s"))
+    except ValueError:
+        limit = Limit(0, 0, 0)
+    if 1 <= limit.deaths <= MOST and limit.window and limit.base:
+        return limit
+    raise ValueError(
+        f"accepted: deaths (1 to {MOST}) and a duration such as 5/10m, or with the first wait 5/10m,10s; 0 is none"
+    )
 
 
 def parse_choice(*choices: str) -> Callable[[str], str]:
@@ -179,6 +197,16 @@ class Settings:
         "", "names", parse_names,
         "separated by commas: requests may name only these, and what the command line names, as model, draft_model or "
         "adapters; empty is any", "any_model",
+    )  # fmt: skip
+    breaker: Limit | None = _setting(  # noqa: RUF009 - a tuple, as immutable as the others
+        "5/10m", "N/duration", parse_breaker,
+        "after so many deaths within this long the next start waits before it loads the model: 10s, or the duration after "
+        "a comma (5/10m,10s), doubled with each further death to at most 10 minutes; 0 is none", "crash_loop",
+    )  # fmt: skip
+    state_dir: str = _setting(
+        "", "folder", str.strip,
+        "where deaths are noted; empty is mlx-lm-shim in $XDG_STATE_HOME or ~/.local/state, on macOS in "
+        "~/Library/Application Support", "crash_loop",
     )  # fmt: skip
     guards_off: frozenset[str] = frozenset()
 

@@ -29,11 +29,10 @@ START = 120.0
 ANSWER = 90.0
 
 
-KILLER = {
-    "prompt": "x",
-    "stop": [1],
-}  # of the generation thread, where the guards that refuse it are off: the fixture `killable`
-always: dict[str, str] = {}  # what else every server of a test finds in its environment
+# Of the generation thread, where the guards that refuse it are off: the fixture `killable`.
+KILLER = {"prompt": "x", "stop": [1]}
+# What else every server of a test finds in its environment. No test waits for the deaths in another.
+always: dict[str, str] = {"MLX_SHIM_CRASH_LOOP": "0"}
 
 
 class Inconclusive(Exception):

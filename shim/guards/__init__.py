@@ -50,6 +50,7 @@ GUARDS = (
     "abrupt_stop",
     "grown_process",
     "unseen_by_systemd",
+    "crash_loop",
 )
 
 

@@ -29,13 +29,15 @@ def apply(server: Any) -> None:
 
 
 def status() -> str:
-    """One word for what the server is now: ok, loading, draining, stalled or dead."""
+    """One word for what the server is now: ok, loading, breaker, draining, stalled or dead."""
     if engine.draining or engine.stopping:
         return "draining"
     if engine.ending is not None or engine.generation_is_over:
         return "dead"
     if engine.stalled is not None:
         return "stalled"
+    if engine.hold is not None:
+        return "breaker"
     if engine.booting or engine.loading:
         return "loading"
     return "ok"
@@ -45,7 +47,7 @@ def status() -> str:
 _GOOD = {
     "/health": {"ok"},
     "/health/ready": {"ok"},
-    "/health/live": {"ok", "loading", "draining"},
+    "/health/live": {"ok", "loading", "breaker", "draining"},
 }
 
 
@@ -53,9 +55,12 @@ def _do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     path = instance.path.split("?", 1)[0].rstrip("/")
     if path not in _GOOD:
         return wrapped(*args, **kwargs)
-    now = status()
+    now, hold = status(), engine.hold
+    left = hold.seconds_left if hold is not None else RETRY_AFTER
+    why = {"reason": hold.reason, "seconds_left": left} if hold is not None and now == "breaker" else {}
     body = {
         "status": now,
+        **why,
         "in_flight": engine.in_flight,
         "seconds_since_delivery": round(engine.clock - engine.delivered, 1) if engine.deliveries else None,
         "uptime": round(engine.uptime, 1),
@@ -64,7 +69,7 @@ def _do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         "guards": {name: state.kind for name, state in report.states.items()},
     }
     good = now in _GOOD[path]
-    http.send(instance, 200 if good else 503, json.dumps(body).encode(), None if good else RETRY_AFTER)
+    http.send(instance, 200 if good else 503, json.dumps(body).encode(), None if good else left)
     return None
 
 

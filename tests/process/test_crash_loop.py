@@ -1,0 +1,165 @@
+"""A server that keeps dying waits before it loads its model again, and says so; without the guard it starts at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+from harness import KILLER, NEWEST, Inconclusive, Server, free_port, wait_until
+
+pytestmark = pytest.mark.usefixtures("killable")
+
+
+class Place:
+    """One port and one folder for the state, for the starts of one server."""
+
+    def __init__(self, tmp_path, line, model, breaker):
+        self.folder = tmp_path / "state"
+        self.environ = {
+            "MLX_SHIM_CRASH_LOOP": None, "MLX_SHIM_STATE_DIR": str(self.folder), "MLX_SHIM_BREAKER": breaker,
+        }  # fmt: skip
+        self.port = free_port()
+        self._made = (line, model)
+        self._tmp_path = tmp_path
+        self._starts = 0
+
+    def start(self, **more):
+        self._starts += 1
+        log = self._tmp_path / f"log{self._starts}"
+        return Server(*self._made, log, port=self.port, environ=self.environ | more)
+
+    def state(self):
+        (file,) = self.folder.glob("*.json")
+        return json.loads(file.read_text())
+
+    def statuses(self):
+        return [status for _, status in self.state()["deaths"]]
+
+
+def health(server, path="/health"):
+    """(status, body), once the server answers at all."""
+    answers = []
+
+    def ask():
+        assert server.alive, server.text()
+        try:
+            answers.append(server.get(path))
+        except OSError:
+            return False
+        return True
+
+    assert wait_until(ask, 60), server.text()
+    return answers[-1]
+
+
+def held(server):
+    """What /health says while the start waits."""
+    assert wait_until(lambda: health(server)[1]["status"] != "loading", 60)
+    status, body = health(server)
+    assert (status, body["status"]) == (503, "breaker"), server.text()
+    return body
+
+
+def test_deaths_hold_the_next_start(tiny, tmp_path):
+    place = Place(tmp_path, NEWEST, tiny, "2/10m,8s")
+    for _ in range(2):
+        with place.start() as server:
+            server.ready().send_and_leave(KILLER)
+            assert server.wait_exit() == 70
+    assert place.statuses() == [70, 70]
+
+    with place.start(MLX_SHIM_PREFILL_STALL="1s") as server:
+        body = held(server)
+        assert body["reason"] == "2 deaths, 2 of them within 600 s (the last: status 70)"
+        assert 0 < body["seconds_left"] <= 8
+        assert health(server, "/health/live")[0] == 200
+        assert health(server, "/health/ready")[0] == 503
+        refused_with_retry_after(server)
+        server.ready()
+        assert health(server)[0] == 200
+        assert sum("before the model is loaded" in x for x in server.shim_lines()) == 1
+        assert sum("the wait is over" in x for x in server.shim_lines()) == 1
+        server.process.send_signal(signal.SIGINT)
+        server.wait_exit()
+        assert not any("fatal:" in x for x in server.shim_lines())
+    assert place.statuses() == [70, 70], "an orderly stop is no death"
+    assert place.state()["run"] is None
+
+    with place.start() as server:
+        server.ready()
+        assert "before the model is loaded" not in server.text(), "these deaths have been waited for"
+        assert place.state()["run"][0] == "up"
+        assert place.state()["model"] > 2**20
+        with Server(NEWEST, tiny, tmp_path / "other", port=place.port, environ=place.environ) as other:
+            assert other.wait_exit() == 71
+        assert place.state()["run"][0] == "up", "the second server with this port is none of its business"
+        os.kill(server.pid, signal.SIGKILL)
+        server.wait_exit()
+
+    with place.start() as server:
+        body = held(server)
+        assert place.statuses() == [70, 70, None]
+        assert body["reason"].endswith("(the last: it was killed or crashed)")
+        assert 8 < body["seconds_left"] <= 16
+        server.process.send_signal(signal.SIGINT)
+        asked = time.monotonic()
+        assert server.wait_exit() in (0, -signal.SIGABRT), "as stock"
+        assert time.monotonic() - asked < 6, "a stop does not wait for the end of the wait"
+        assert "Traceback" not in server.text()
+
+    before = place.state()
+    with place.start(MLX_SHIM_CRASH_LOOP="0") as server:
+        server.ready()
+        if "before the model is loaded" in server.text():
+            raise Inconclusive("it waited without the guard")
+    assert place.state() == before, "no file is written"
+
+
+def refused_with_retry_after(server):
+    connection = server.connect()
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": "x"}), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 503
+    assert 0 < int(answer.headers["Retry-After"]) <= 8
+    assert json.loads(answer.read())["error"]["code"] == "breaker"
+    connection.close()
+
+
+def test_boot_failures_count(line, tmp_path):
+    place = Place(tmp_path, line, "/nonexistent", "2/10m,3s")
+    for _ in range(2):
+        with place.start() as server:
+            assert server.wait_exit() == 78
+    with place.start() as server:
+        assert held(server)["reason"].endswith("(the last: status 78)")
+        assert server.wait_exit() == 78
+    assert place.statuses() == [78, 78, 78]
+    with place.start(MLX_SHIM_CRASH_LOOP="0") as server:
+        assert server.wait_exit() == 78
+        if "before the model is loaded" in server.text():
+            raise Inconclusive("it waited without the guard")
+    assert place.statuses() == [78, 78, 78], "no file is written"
+
+
+FILE_SYSTEMS = {
+    "full": 'mount -t tmpfs -o size=4k none "$0" && head -c 4096 /dev/zero > "$0/x"',
+    "no room for a name": 'mount -t tmpfs -o nr_inodes=1 none "$0"',
+    "read-only": 'mount -t tmpfs -o ro none "$0"',
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mount namespaces are Linux's")
+@pytest.mark.parametrize("kind", FILE_SYSTEMS)
+def test_a_folder_that_cannot_be_written_is_in_nobodys_way(tiny, tmp_path, kind):
+    place = Place(tmp_path, NEWEST, tiny, "1/10m")
+    place.folder.mkdir()
+    script = f'{FILE_SYSTEMS[kind]} && exec "$@"'
+    prefix = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(place.folder))
+    with Server(NEWEST, tiny, tmp_path / "log", environ=place.environ, prefix=prefix) as server:
+        server.ready().send_and_leave(KILLER)
+        assert server.wait_exit(30) == 70
+        assert sum("deaths cannot be noted" in x for x in server.shim_lines()) == 1

@@ -1,0 +1,465 @@
+"""The breaker's arithmetic, its state file, and what becomes of both when the clock, the disk or a file is not as it should be."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shim import account as account_module
+from shim import breaker, memory, report, settings, state_file
+from shim.account import Account
+from shim.breaker import Death, Limit
+from shim.engine import Hold
+from shim.errors import ShimError
+from shim.guards import crash_loop
+from shim.state_file import LOADING, UP, WAITING, Corrupt, Held, Run, State, StateFile
+
+LIMIT = Limit(3, 600.0, 10.0)
+NOW = 1_800_000_000.0
+YEAR = 365 * 86400.0
+
+
+def deaths(*ages, status=70):
+    """Deaths so many seconds ago, oldest first."""
+    return [Death(NOW - age, status) for age in ages]
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("5/10m", (5, 600, 10)), (" 1/90 ", (1, 90, 10)), ("3/1h,2s", (3, 3600, 2)), ("3/10m, 500ms", (3, 600, 0.5)),
+        ("0", None), ("OFF", None), ("no", None),
+    ],
+)  # fmt: skip
+def test_the_setting(text, limit):
+    assert settings.parse_breaker(text) == limit
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["5", "/", "5/", "/10m", "0/10m", "101/10m", "-1/10m", "5/0", "5/10m,", "5/10m,0", "5/10m,1s,2s", "x/y", "on"],
+)
+def test_a_bad_setting_says_what_is_accepted(text):
+    loaded, (bad,), _ = settings.load({"MLX_SHIM_BREAKER": text})
+    assert "accepted: deaths (1 to 100) and a duration such as 5/10m" in bad
+    assert loaded.breaker == (5, 600, 10)
+
+
+def test_it_waits_after_the_limit_and_doubles_to_ten_minutes():
+    waits = [breaker.seconds(deaths(*range(5 * n, 0, -5)), LIMIT) for n in range(12)]
+    assert waits == [0, 0, 0, 10, 20, 40, 80, 160, 320, 600, 600, 600]
+    assert breaker.seconds(deaths(*range(128, 0, -1)), Limit(1, 600, 10)) == 600
+    assert breaker.seconds(deaths(*range(128, 0, -1)), Limit(1, 600, 10_000)) == 600
+
+
+def test_deaths_far_apart_do_not_trip_it_and_further_ones_do_not_have_to_be_close():
+    assert breaker.seconds(deaths(1500, 1000, 500, 0), LIMIT) == 0
+    assert breaker.seconds(deaths(1502, 1501, 1500, 1000, 500), LIMIT) == 40
+
+
+@pytest.mark.parametrize(
+    ("known", "left"),
+    [
+        (deaths(3000, 2000, 500), 3),  # as long as the last is recent
+        (deaths(3000, 2000, 601), 0),
+        (deaths(30, 20, -3), 3),  # clocks are set by seconds
+        (deaths(30, 20, -YEAR), 2),  # by years: a death in the future is none
+        (deaths(YEAR, YEAR - 1, YEAR - 2), 0),
+        (deaths(10, 30, 20), 3),
+        (deaths(*range(500, 0, -1)), breaker.KEPT),
+        ([], 0),
+    ],
+)
+def test_what_is_remembered(known, left):
+    kept = breaker.recent(known, LIMIT.window, NOW)
+    assert len(kept) == left
+    assert kept == sorted(kept)
+
+
+@pytest.mark.parametrize(
+    ("run", "count"), [(None, 1), (Run(WAITING, NOW, NOW + 9), 1), (Run(LOADING, NOW), 2), (Run(UP, NOW), 2)]
+)
+def test_a_run_that_never_noted_its_end_has_died_unless_it_only_waited(run, count):
+    judged = account_module.judged(State(deaths(5), run=run), LIMIT, NOW)
+    assert len(judged.deaths) == count
+    assert judged.killed == (count == 2)
+    assert not judged.killed or judged.deaths[-1] == (NOW, None)
+
+
+# The account, over real files, with a clock of the test's own.
+
+
+@pytest.fixture
+def clock():
+    return [NOW]
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What is said, without the prefix."""
+    said: list[str] = []
+    monkeypatch.setattr(report, "line", said.append)
+    monkeypatch.setattr(report, "_said", set())
+    return said
+
+
+@pytest.fixture
+def start(engine, monkeypatch, tmp_path, clock, lines):
+    """An account as a start makes it, and the seconds it waits; the one before is over, its lock released."""
+    monkeypatch.setattr(account_module, "engine", engine)
+    monkeypatch.setattr(crash_loop, "engine", engine)
+    monkeypatch.setattr(settings, "current", settings.Settings(breaker=LIMIT))
+    monkeypatch.setattr(account_module, "TICK", 3600.0)  # the test looks itself
+    held: list[StateFile] = []
+
+    def make():
+        held.append(StateFile(tmp_path / "state", "name"))
+        return held[-1]
+
+    def begin():
+        while held:
+            os.close(held.pop()._lock)
+        account = Account(make, now=lambda: clock[0])
+        return account, (account.post(account.begin, 5) or (None, State()))[0]
+
+    return begin
+
+
+def do(account, job, *args):
+    account.post(lambda: job(*args), 5)
+
+
+def die(start, times, status=70):
+    for _ in range(times):
+        account, _ = start()
+        do(account, account.loads)
+        do(account, account.ends, status)
+
+
+def test_deaths_are_waited_for_once_each(start, clock):
+    die(start, 3, status=78)
+    account, seconds = start()
+    assert seconds == 10
+    do(account, account.loads)
+    do(account, account.comes_up)
+    do(account, account.ends, None)
+    account, seconds = start()
+    assert seconds == 0, "its deaths have been waited for, and an orderly stop is none"
+    do(account, account.loads)
+    clock[0] += 5
+    account, seconds = start()
+    assert seconds == 20, "it was killed"
+    clock[0] += 8
+    account, seconds = start()
+    assert seconds == 12, "what is left of the wait that somebody cut short"
+    do(account, account.ends, None)
+    clock[0] += 2
+    assert start()[1] == 10, "or stopped"
+
+
+def test_a_long_good_run_clears_it_and_a_shorter_one_does_not(start, monkeypatch):
+    die(start, 3)
+    account, _ = start()
+    do(account, account.loads)
+    do(account, account.comes_up)
+    for up, left in ((599, 3), (601, 0)):
+        account._up_since = time.monotonic() - up
+        do(account, account.look)
+        assert len(account.state.deaths) == left
+
+
+def test_it_is_seen_once_a_minute_with_what_it_holds(start, clock, monkeypatch):
+    account, _ = start()
+    do(account, account.comes_up)
+    monkeypatch.setattr(memory, "footprint", lambda: 5)
+    clock[0] += 100
+    do(account, account.look)
+    assert account._file.read().run.seen == NOW
+    account._seen -= account_module.SEEN
+    do(account, account.look)
+    assert account._file.read().run.seen == NOW + 100
+    assert account._file.read().footprint == 5
+
+
+def test_a_stop_under_way_is_noted_however_it_was_asked_for(start, engine, monkeypatch):
+    account, _ = start()
+    do(account, account.comes_up)
+    monkeypatch.setattr(type(engine), "stopping", True)
+    do(account, account.look)
+    do(account, account.comes_up)  # a load that went on meanwhile
+    assert account._file.read().run is None
+
+
+@pytest.mark.parametrize("jump", [-YEAR, 30 * YEAR])
+def test_a_clock_that_jumps_costs_no_more_than_the_memory_of_deaths(start, clock, jump):
+    die(start, 4)
+    clock[0] += jump
+    assert start()[1] == 0  # and is over without a word: one death
+    die(start, 2)
+    assert start()[1] == 10
+    clock[0] -= jump
+    assert start()[1] == 0
+
+
+def test_a_wait_under_a_clock_that_goes_back_is_no_longer(start, clock):
+    die(start, 3)
+    assert start()[1] == 10
+    clock[0] -= 4
+    assert start()[1] == 10
+
+
+def test_two_processes_at_once(start, tmp_path, clock, lines):
+    first, _ = start()
+    do(first, first.comes_up)
+    second = Account(lambda: StateFile(tmp_path / "state", "name"), now=lambda: clock[0])
+    assert second.post(second.begin, 5) is None
+    do(second, second.loads)
+    do(second, second.ends, 70)
+    assert first._file.read().run.phase == UP
+    assert first._file.read().deaths == []
+    assert len(lines) == 1
+    assert "another process serves this model" in lines[0]
+
+
+def test_modes_and_size(start, tmp_path):
+    die(start, 200)
+    folder = tmp_path / "state"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {f.name for f in folder.iterdir()} == {"name.json", "name.lock"}
+    assert {stat.S_IMODE(f.stat().st_mode) for f in folder.iterdir()} == {0o600}
+    assert (folder / "name.json").stat().st_size < 8192
+
+
+CORRUPT = {
+    "empty": b"",
+    "binary": os.urandom(1000),
+    "NULs": bytes(500),
+    "huge": b"[" + b"1," * 10**6 + b"1]",
+    "deep": b"[" * 60_000,
+    "cut": State(deaths(1, 2)).encode()[:-9],
+    "a list": b"[]",
+    "null": b"null",
+    "a number of 5000 digits": b'{"deaths": ' + b"9" * 5000 + b"}",
+    "no deaths": b"{}",
+    "deaths that are none": State().encode().replace(b"[]", b"7"),
+    "a death that is a word": State().encode().replace(b"[]", b'["ab"]'),
+    "a death at NaN": State().encode().replace(b"[]", b"[[NaN, 70]]"),
+    "a death at infinity": State().encode().replace(b"[]", b"[[1e999, 70]]"),
+    "a death at true": State().encode().replace(b"[]", b"[[true, 70]]"),
+    "a size of 1e300": State(model=7).encode().replace(b"7", b"1e300"),
+    "a phase of its own": State(run=Run("up", 1)).encode().replace(b'"up"', b'"down"'),
+    "a phase that is no word": State(run=Run("up", 1)).encode().replace(b'"up"', b"[1]"),
+    "a run that is true": State().encode().replace(b"null", b"true"),
+}
+
+
+@pytest.mark.parametrize("case", CORRUPT)
+def test_a_corrupt_file_is_said_and_replaced(start, tmp_path, lines, case):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "name.json").write_bytes(CORRUPT[case])
+    account, seconds = start()
+    assert seconds == 0
+    assert len(lines) == 1
+    assert "name.json is not a state file of the shim" in lines[0]
+    do(account, account.ends, 70)
+    assert len(account._file.read().deaths) == 1
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["a pipe", "a folder"])
+def test_what_is_no_file(start, tmp_path, lines, make):
+    (tmp_path / "state").mkdir()
+    make(tmp_path / "state" / "name.json")
+    account, seconds = start()
+    assert seconds == 0
+    assert len(lines) == 1
+    assert "no regular file" in lines[0]
+    assert account._file.read().run.phase == LOADING
+
+
+@pytest.mark.parametrize("name", ["name.lock", "name.new", "name.json"])
+def test_what_cannot_be_replaced_is_said_once_and_in_nobodys_way(start, tmp_path, lines, name):
+    folder = tmp_path / "state"
+    (folder / name).mkdir(parents=True)
+    (folder / name / "x").touch()
+    (folder / "name.aside").touch()  # in the way of a folder
+    account, seconds = start()
+    assert not seconds
+    for _ in range(3):
+        do(account, account.loads)
+        do(account, account.ends, 70)
+    assert sum("deaths cannot be noted" in x for x in lines) == 1
+
+
+def test_a_link_is_not_followed(start, tmp_path, lines):
+    other = tmp_path / "other"
+    other.write_text("theirs")
+    (tmp_path / "state").mkdir()
+    for name in ("name.json", "name.new"):
+        (tmp_path / "state" / name).symlink_to(other)
+    assert not start()[1]
+    assert len(lines) == 1
+    assert other.read_text() == "theirs"
+
+
+def test_a_disk_that_fills_up_and_is_freed_again(start, monkeypatch, lines):
+    account, _ = start()
+    stock = os.write
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for broken in (full, lambda opened, text: stock(opened, text[:10])):
+        monkeypatch.setattr(os, "write", broken)
+        do(account, account.comes_up)
+    monkeypatch.setattr(os, "write", stock)
+    assert account._file.read().run.phase == LOADING, "the last whole one"
+    assert all("deaths cannot be noted" in x and "space" in x for x in lines)
+    do(account, account.ends, 70)
+    assert len(account._file.read().deaths) == 1
+
+
+def test_a_folder_that_never_answers(lines):
+    never = threading.Event()
+    account = Account(never.wait)
+    before = time.monotonic()
+    assert account.post(account.begin, 0.3) is None
+    account.post(lambda: account.ends(70), 60)
+    assert time.monotonic() - before < 30, "it is waited for once"
+    assert lines == ["the folder of MLX_SHIM_STATE_DIR has not answered for 0.3 s: it is not waited for"]
+    never.set()
+
+
+def test_folders(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", "not/absolute")
+    assert state_file.folder("") == tmp_path / ".local" / "state" / "mlx-lm-shim"
+    monkeypatch.setenv("XDG_STATE_HOME", "/xdg")
+    assert str(state_file.folder("")) == "/xdg/mlx-lm-shim"
+    assert state_file.folder("~/here") == tmp_path / "here"
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert state_file.folder("") == tmp_path / "Library" / "Application Support" / "mlx-lm-shim"
+
+
+@pytest.mark.parametrize("home", ["", "/", "relative"])
+def test_no_home(monkeypatch, lines, home):
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", home)
+    account = Account(lambda: StateFile(state_file.folder(""), "name"))
+    assert account.post(account.begin, 5) is None
+    assert "deaths cannot be noted" in lines[0]
+
+
+def test_keys():
+    assert state_file.key("h", 1, "m") == state_file.key("h", 1, "m")
+    assert len({state_file.key("h", 1, "m"), state_file.key("h", 2, "m"), state_file.key("h", 1, "n")}) == 3
+    assert "secret" not in state_file.key("h", 1, "secret")
+    assert state_file.key("h", 1, "\ud800") == state_file.key("h", 1, "\ud800")
+
+
+def test_a_lock_is_the_living_ones(tmp_path):
+    first = StateFile(tmp_path, "x")
+    with pytest.raises(Held):
+        StateFile(tmp_path, "x")
+    os.close(first._lock)
+    os.close(StateFile(tmp_path, "x")._lock)
+
+
+def test_what_is_written_is_read(tmp_path):
+    state = State([Death(1.5, 70), Death(2.5, None)], True, True, 7, 8, Run(WAITING, 3.5, 4.5))
+    assert state_file.decode(state.encode()) == state
+    with pytest.raises(Corrupt):
+        state_file.decode(b"\xff")
+
+
+# The wait for memory.
+
+GIB = 2**30
+
+
+@pytest.fixture
+def machine(monkeypatch, engine, lines):
+    """A machine of 64 GiB whose free memory is as told, one figure a look, the last for ever."""
+    monkeypatch.setattr(crash_loop, "engine", engine)
+    monkeypatch.setattr(crash_loop, "POLL", 0.01)
+    monkeypatch.setattr(crash_loop, "MEMORY_LIMIT", 0.2)
+    monkeypatch.setattr(memory, "total", lambda: 64 * GIB)
+    held = []
+
+    def free(*figures):
+        told = list(figures)
+
+        def available():
+            held.append((engine.hold, engine.loading))
+            return told.pop(0) if len(told) > 1 else told[0]
+
+        monkeypatch.setattr(memory, "available", available)
+        return held
+
+    return free
+
+
+def test_it_waits_until_the_memory_is_free(machine, lines, engine):
+    looks = machine(10 * GIB, 20 * GIB, 39 * GIB, 41 * GIB)
+    crash_loop.wait_for_memory(State(killed=True, model=40 * GIB, footprint=60 * GIB))
+    assert len(looks) == 5
+    hold, loading = looks[1]
+    assert hold.reason == "the last run was killed, and of the 40.0 GiB that it took 10.0 GiB are free"
+    assert loading == 1, "the clock rests"
+    assert engine.hold is None
+    assert engine.loading == 0
+    assert lines[-1] == "41.0 GiB are free: the wait is over"
+
+
+def test_and_no_longer_than_that(machine, lines):
+    machine(10 * GIB)
+    crash_loop.wait_for_memory(State(killed=True, footprint=40 * GIB))
+    assert lines[-1] == "10.0 GiB are free, no more: the wait is over"
+
+
+@pytest.mark.parametrize(
+    ("state", "free"),
+    [
+        (State(killed=False, model=40 * GIB), 1),
+        (State(killed=True, model=GIB - 1), 1),
+        (State(killed=True), 1),
+        (State(killed=True, model=40 * GIB), 40 * GIB),
+        (State(killed=True, model=400 * GIB), 52 * GIB),  # more than there is: compressed
+        (State(killed=True, model=40 * GIB), None),
+    ],
+)
+def test_no_wait(machine, lines, state, free):
+    machine(free)
+    crash_loop.wait_for_memory(state)
+    assert lines == []
+
+
+def test_a_request_that_came_before_the_wait_is_told(engine, monkeypatch, request_):
+    monkeypatch.setattr(crash_loop, "engine", engine)
+    entry, _ = request_()
+    crash_loop._check(entry)
+    engine.hold = Hold("why", time.monotonic() + 7.5)
+    with pytest.raises(ShimError, match="why") as told:
+        crash_loop._check(entry)
+    assert (told.value.status, told.value.code, told.value.retry_after) == (503, "breaker", 8)
+
+
+def test_a_stop_ends_a_wait(engine, monkeypatch):
+    monkeypatch.setattr(crash_loop, "engine", engine)
+    engine.attach(type("Generator", (), {"_stop": False})())
+    threading.Timer(0.3, setattr, (engine.generator, "_stop", True)).start()
+    before = time.monotonic()
+    crash_loop.wait("why", 600)
+    assert 0.2 < time.monotonic() - before < 30
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux's figures")
+def test_what_the_machine_says():
+    assert 2**20 < memory.footprint() < memory.total()
+    assert 0 < memory.available() <= memory.total()
