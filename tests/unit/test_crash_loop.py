@@ -332,7 +332,6 @@ def test_a_folder_that_never_answers(lines):
     account.post(lambda: account.ends(70), 60)
     assert time.monotonic() - before < 30, "it is waited for once"
     assert lines == ["the folder of MLX_SHIM_STATE_DIR has not answered for 0.3 s: it is not waited for"]
-    never.set()
 
 
 def test_folders(monkeypatch, tmp_path):
