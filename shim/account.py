@@ -82,13 +82,13 @@ class Account:
 
     def comes_up(self) -> None:
         """The model is up: what it takes is noted."""
-        held = memory.footprint() or 0
+        held = _footprint()
         self.state = replace(self.state, killed=False, footprint=held, model=held if engine.model_name != "none" else 0)
         self._up_since = time.monotonic()
         self._note(UP)
 
     def _note(self, phase: str) -> None:
-        if not engine.stopping:  # else its end has been noted
+        if not engine.closing:  # else its end has been noted
             self.state = replace(self.state, run=Run(phase, self._now()))
             self.save()
 
@@ -102,13 +102,13 @@ class Account:
             return
         limit = settings.current.breaker
         good = limit.window if limit else _GOOD_RUN
-        if engine.stopping:
+        if engine.closing:
             self.ends(None)
         elif self.state.deaths and self._up_since is not None and time.monotonic() - self._up_since > good:
             self.state = replace(self.state, deaths=[])
             self.save()
         elif time.monotonic() - self._seen >= SEEN:
-            self.state = replace(self.state, footprint=memory.footprint() or 0, run=replace(run, seen=self._now()))
+            self.state = replace(self.state, footprint=_footprint(), run=replace(run, seen=self._now()))
             self.save()
 
     def ends(self, status: int | None) -> None:
@@ -129,3 +129,10 @@ def judged(last: State, limit: breaker.Limit | None, now: float) -> State:
         last = replace(last, killed=True, served=False)
         deaths = [*deaths, Death(run.seen, None)]
     return replace(last, deaths=breaker.recent(deaths, window, now))
+
+
+def _footprint() -> int:
+    try:
+        return memory.footprint()
+    except OSError:
+        return 0

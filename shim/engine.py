@@ -132,6 +132,11 @@ class Engine:
         return bool(getattr(self.generator, "_stop", False))
 
     @property
+    def closing(self) -> bool:
+        """Whether the process is to end, as it was asked to."""
+        return self.draining or self.stopping
+
+    @property
     def generation_thread(self) -> threading.Thread | None:
         return getattr(self.generator, "_generation_thread", None)
 

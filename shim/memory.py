@@ -1,4 +1,7 @@
-"""Bytes of memory, of this process and of the machine. None where it cannot be told. Nothing here asks MLX."""
+"""Bytes of memory, of this process and of the machine. Nothing here asks MLX, or starts a process: some 50 µs.
+
+The macOS parts follow Apple's headers and have not been run on a Mac.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,19 @@ import sys
 from pathlib import Path
 
 _HOST_VM_INFO64 = 4
+_STATUS = Path("/proc/self/status")
+_RUSAGE_INFO_V0 = 0
+
+
+class _Usage(ctypes.Structure):
+    """rusage_info_v0 of <sys/resource.h>."""
+
+    _fields_ = (
+        ("uuid", ctypes.c_uint8 * 16), ("user_time", ctypes.c_uint64), ("system_time", ctypes.c_uint64),
+        ("pkg_idle_wkups", ctypes.c_uint64), ("interrupt_wkups", ctypes.c_uint64), ("pageins", ctypes.c_uint64),
+        ("wired_size", ctypes.c_uint64), ("resident_size", ctypes.c_uint64), ("phys_footprint", ctypes.c_uint64),
+        ("proc_start_abstime", ctypes.c_uint64), ("proc_exit_abstime", ctypes.c_uint64),
+    )  # fmt: skip
 
 
 class _Statistics(ctypes.Structure):
@@ -26,11 +42,15 @@ class _Statistics(ctypes.Structure):
     )
 
 
-def footprint() -> int | None:
-    """What this process holds now: resident memory on Linux."""
-    if sys.platform == "linux":
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    return None
+def footprint() -> int:
+    """What this process holds, as its system counts it. OSError where that does not tell.
+
+    On Linux the resident set. On macOS the physical footprint, by which the system itself judges a process, and which
+    has Metal's buffers in it.
+    """
+    if sys.platform == "darwin":
+        return _footprint_on_macos()
+    return _resident(_STATUS.read_text())
 
 
 def total() -> int | None:
@@ -61,3 +81,22 @@ def _available_on_macos() -> int | None:
         ctypes.c_uint32(system.mach_host_self()), _HOST_VM_INFO64, ctypes.byref(pages), ctypes.byref(count)
     )
     return None if failed else int(pages.free + pages.inactive) * resource.getpagesize()
+
+
+def _resident(status: str) -> int:
+    match = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
+    if match is None:
+        raise OSError("/proc/self/status has no VmRSS")
+    return int(match[1]) * 1024
+
+
+def _footprint_on_macos() -> int:
+    usage = _Usage()
+    if ctypes.CDLL(None, use_errno=True).proc_pid_rusage(os.getpid(), _RUSAGE_INFO_V0, ctypes.byref(usage)):
+        raise OSError(ctypes.get_errno(), "proc_pid_rusage failed")
+    return int(usage.phys_footprint)
+
+
+def shown(size: float) -> str:
+    """Bytes as people say them."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -29,8 +29,7 @@ NOTE_LIMIT = 0.2  # seconds an end does: within fatal.REPORT_LIMIT
 MEMORY_LIMIT = 60.0  # seconds
 LARGE = 2**30  # bytes: a smaller model has room
 SHARE = 0.8  # of the machine's memory, all that is waited for: compressed, a process may hold more than there is
-_RECYCLED = 75
-_NO_DEATHS = (fatal.STOPPED, fatal.EX_OSERR, _RECYCLED)
+_NO_DEATHS = (fatal.STOPPED, fatal.EX_OSERR, fatal.EX_TEMPFAIL)
 
 
 def probe(server: Any) -> None:
@@ -55,7 +54,7 @@ def _load_default(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         account = _before(instance)
     except Exception as error:
         report.line(f"crash_loop failed, the model is loaded at once: {error!r}")
-    if engine.stopping:
+    if engine.closing:
         return None  # the loop that comes next looks at that first
     result = wrapped(*args, **kwargs)
     if account is not None:
@@ -70,7 +69,7 @@ def _before(provider: Any) -> Account:
         _account.post(_account.loads)
         return _account
     arguments = getattr(provider, "cli_args", None)
-    rank = getattr(engine.generator, "_rank", 0)  # of several machines, or processes, that share a model
+    rank = engine.rank  # of several machines, or processes, that share a model
     named = [getattr(arguments, name, None) for name in ("host", "port", "model")]
     setting, name = settings.current.state_dir, state_file.key(*named, *([rank] if rank else []))
     account = _account = Account(lambda: StateFile(state_file.folder(setting), name))
@@ -81,7 +80,7 @@ def _before(provider: Any) -> Account:
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
         report.line(f"{why}: waiting for {seconds:.0f} s, until {until}, before the model is loaded")
         wait(why, seconds)
-        report.line("the server is stopping" if engine.stopping else "the wait is over, the model is being loaded")
+        report.line("the server is stopping" if engine.closing else "the wait is over, the model is being loaded")
     wait_for_memory(state)
     account.post(account.loads)
     return account
@@ -92,7 +91,7 @@ def wait(why: str, seconds: float, over: Callable[[], bool] = lambda: False) -> 
     engine.hold = hold = Hold(why, time.monotonic() + seconds)
     engine.loading += 1  # the engine's clock rests
     try:
-        while (left := hold.until - time.monotonic()) > 0 and not engine.stopping and not over():
+        while (left := hold.until - time.monotonic()) > 0 and not engine.closing and not over():
             threading.Event().wait(min(left, POLL))
     finally:
         engine.loading -= 1
@@ -103,25 +102,21 @@ def wait_for_memory(state: State) -> None:
     """After a kill: until what the model took is free, which a dead process may give back late."""
     needed = state.model or state.footprint
     whole, free = memory.total(), memory.available()
-    if engine.stopping or not state.killed or needed < LARGE or whole is None or free is None:
+    if engine.closing or not state.killed or needed < LARGE or whole is None or free is None:
         return
     needed = min(needed, int(whole * SHARE))
     if free >= needed:
         return
-    why = f"the last run was killed, and of the {_size(needed)} that it took {_size(free)} are free"
+    why = f"the last run was killed, and of the {memory.shown(needed)} that it took {memory.shown(free)} are free"
     report.line(f"{why}: waiting for the rest for at most {MEMORY_LIMIT:.0f} s before the model is loaded")
     wait(why, MEMORY_LIMIT, lambda: (memory.available() or needed) >= needed)
     free = memory.available() or 0
-    report.line(f"{_size(free)} are free{'' if free >= needed else ', no more'}: the wait is over")
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
+    report.line(f"{memory.shown(free)} are free{'' if free >= needed else ', no more'}: the wait is over")
 
 
 def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     hold = engine.hold
-    if hold is None or engine.stopping:
+    if hold is None or engine.closing:
         return wrapped(*args, **kwargs)
     http.refuse(instance, errors.breaker(hold.reason, hold.seconds_left))
     return None

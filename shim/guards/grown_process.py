@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import crash_report, drain, fatal, report, settings, watchdog
 from ..engine import engine
-from ..footprint import footprint, shown
+from ..memory import footprint, shown
 from . import require
 
 UPSTREAM = "mlx-lm 854, 1480, 1845 and others, each a way to grow"
@@ -76,7 +76,7 @@ class _Recycling:
 
     def __call__(self) -> None:
         now = time.monotonic()
-        if now - self._looked < EVERY or not engine.up or engine.draining or engine.stopping or engine.rank:
+        if now - self._looked < EVERY or not engine.up or engine.closing or engine.rank:
             return
         self._looked = now
         if self._at_start is None:

@@ -57,7 +57,7 @@ def _listening(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def status() -> str:
     """What `systemctl status` shows."""
-    if engine.draining or engine.stopping:
+    if engine.closing:
         return "draining"
     if engine.ending is not None or engine.generation_is_over:
         return "dead"
@@ -97,7 +97,7 @@ class _Told:
         if not self._ready and engine.up and engine.listening:
             sd_notify.send(READY=1)
             self._ready = True
-        if not self._stopping and (engine.draining or engine.stopping):
+        if not self._stopping and (engine.closing):
             sd_notify.send(STOPPING=1)
             self._stopping = True
         said = report.one_line(status())

@@ -30,7 +30,7 @@ def apply(server: Any) -> None:
 
 def status() -> str:
     """One word for what the server is now: ok, loading, breaker, draining, stalled or dead."""
-    if engine.draining or engine.stopping:
+    if engine.closing:
         return "draining"
     if engine.ending is not None or engine.generation_is_over:
         return "dead"

@@ -12,7 +12,7 @@ import types
 
 import pytest
 
-from shim import drain, fatal, footprint, sd_notify, settings
+from shim import drain, fatal, memory, sd_notify, settings
 from shim.guards import abrupt_stop, grown_process
 
 
@@ -143,13 +143,13 @@ def test_jitter_and_what_is_set():
 
 
 def test_the_footprint_is_the_resident_set():
-    size = footprint.footprint()
+    size = memory.footprint()
     assert 2**20 < size <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 * 1.1
-    assert footprint._linux("Name:\tx\nVmRSS:\t  2048 kB\n") == 2 * 2**20
+    assert memory._resident("Name:\tx\nVmRSS:\t  2048 kB\n") == 2 * 2**20
     with pytest.raises(OSError, match="no VmRSS"):
-        footprint._linux("Name:\tx\n")
-    assert footprint._Usage.phys_footprint.offset == 72, "as in Apple's headers"
-    assert footprint.shown(3 * 2**29) == "1.50 GiB"
+        memory._resident("Name:\tx\n")
+    assert memory._Usage.phys_footprint.offset == 72, "as in Apple's headers"
+    assert memory.shown(3 * 2**29) == "1.50 GiB"
 
 
 def test_one_datagram_for_systemd(tmp_path, monkeypatch):
