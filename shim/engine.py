@@ -112,6 +112,8 @@ class Engine:
         # Those whose handler is done while the generation thread is not: computed for nobody, until it lets go of them.
         self.leaving: dict[int, Entry] = {}
         self.serving: dict[int, float] = {}
+        # Connections taken from a socket that outlives the process, until they are closed: its successor cannot answer them.
+        self.accepted: set[Any] = set()
         # .handler: whom this thread serves; .entry: the request it is opening; .inserted: what it put into the batch
         self.local = threading.local()
         self._numbers = itertools.count(1)
@@ -223,7 +225,7 @@ class Engine:
     def wait_for_handlers(self, seconds: float) -> None:
         """Let the handlers write their last words, for at most so long."""
         deadline = time.monotonic() + seconds
-        while self.serving and time.monotonic() < deadline:
+        while (self.serving or self.accepted) and time.monotonic() < deadline:
             threading.Event().wait(0.005)
 
 

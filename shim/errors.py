@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 RETRY_AFTER = 10  # seconds; about what a restart and a model of some size take
+# The same for a death. Less where the socket outlives the process: who comes back while it restarts waits in its queue.
+after_death = RETRY_AFTER
 
 
 class ShimError(Exception):
@@ -30,12 +32,12 @@ class ClientGone(Exception):
 
 
 def engine_dead() -> ShimError:
-    return ShimError(503, "engine_dead", "the generation engine has died; the server is about to restart", RETRY_AFTER)
+    return ShimError(503, "engine_dead", "the generation engine has died; the server is about to restart", after_death)
 
 
 def engine_stalled() -> ShimError:
     return ShimError(
-        503, "engine_stalled", "the generation engine has stalled; the server is about to restart", RETRY_AFTER
+        503, "engine_stalled", "the generation engine has stalled; the server is about to restart", after_death
     )
 
 

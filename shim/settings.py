@@ -208,6 +208,11 @@ class Settings:
         "where deaths are noted; empty is mlx-lm-shim in $XDG_STATE_HOME or ~/.local/state, on macOS in "
         "~/Library/Application Support", "crash_loop",
     )  # fmt: skip
+    launchd_socket: str = _setting(
+        "", "name", str.strip,
+        "the key in the plist's Sockets of the socket that launchd passes in; systemd's LISTEN_FDS needs no setting",
+        "refused_while_down",
+    )  # fmt: skip
     guards_off: frozenset[str] = frozenset()
 
     def guard_is_on(self, name: str) -> bool:

@@ -97,7 +97,7 @@ class Server:
     def __init__(
         self, line: str, model: Path | str | None, log: Path, *, entry: tuple[str, ...] = ("-m", "mlx_lm", "server"),
         args: tuple[str, ...] = (), environ: dict[str, str | None] | None = None, port: int | None = None,
-        prefix: tuple[str, ...] = (), stderr: Any = None, cwd: Path | None = None,
+        prefix: tuple[str, ...] = (), stderr: Any = None, cwd: Path | None = None, pass_fds: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         self.port = port or free_port()
         self.log = log
@@ -111,6 +111,7 @@ class Server:
             self.process = subprocess.Popen(
                 command, env=clean_environ(**({"PYTHONPATH": str(REPO)} | (environ or {}))), stdin=subprocess.DEVNULL,
                 stdout=out, stderr=out if stderr is None else stderr, cwd=cwd or log.parent, start_new_session=True,
+                pass_fds=pass_fds,
             )  # fmt: skip
 
     def __enter__(self) -> Server:

@@ -51,6 +51,7 @@ GUARDS = (
     "grown_process",
     "unseen_by_systemd",
     "crash_loop",
+    "refused_while_down",
 )
 
 

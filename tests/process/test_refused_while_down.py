@@ -1,0 +1,119 @@
+"""A socket that a supervisor holds: who connects while no server lives waits, and the next one answers."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+
+import pytest
+from harness import KILLER, NEWEST, Inconclusive, Server, python_of, wait_until
+
+PASSED = """
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.environ.update(LISTEN_FDS="1", LISTEN_PID=str(os.getpid()))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+DEADLY = {"MLX_SHIM_BAD_REQUEST": "0", "MLX_SHIM_KILLER_REQUEST": "0"}
+READY = {"prompt": "x", "max_tokens": 2}
+
+
+def serving_on(passed: socket.socket, line, model, log, **options) -> Server:
+    """A server to which `passed` is handed over as a supervisor would do it."""
+    prefix = (python_of(NEWEST), "-c", PASSED, str(passed.fileno()))
+    environ = {**DEADLY, **options.pop("environ", {})}
+    return Server(line, model, log, prefix=prefix, pass_fds=(passed.fileno(),), environ=environ, **options)
+
+
+@pytest.fixture
+def held():
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as s:
+        yield s
+
+
+def answer_of(connection: socket.socket) -> http.client.HTTPResponse:
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    answer.body = json.loads(answer.read())
+    return answer
+
+
+def test_who_connects_while_it_is_down_is_answered_by_the_next(line, tiny, tmp_path, held):
+    port = held.getsockname()[1]
+    with serving_on(held, line, tiny, tmp_path / "first", port=port) as first:
+        first.ready()
+        os.kill(first.pid, signal.SIGSTOP)
+        queued = [first.send_and_leave(READY) for _ in range(3)]  # nobody has taken them out of the queue
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait_exit()
+        queued += [first.send_and_leave(READY) for _ in range(3)]  # nobody lives
+        with serving_on(held, line, tiny, tmp_path / "second", port=port) as second:
+            assert [answer_of(connection).status for connection in queued] == [200] * 6
+            killer = answer_of(second.send_and_leave(KILLER))
+            assert (killer.status, killer.body["error"]["code"]) == (503, "engine_dead")
+            assert killer.headers["Retry-After"] == "1"
+            assert second.wait_exit(30) == 70
+            assert second.send_and_leave(READY).getpeername()[1] == port, "not refused"
+            (said,) = [x for x in second.shim_lines() if "passed" in x]
+            assert said.endswith(f"serving on the passed socket 127.0.0.1:{port}")
+            assert f"Starting httpd at 127.0.0.1 on port {port}" in second.text()
+
+
+def test_control_without_the_guard_the_port_is_taken(line, tiny, tmp_path, held):
+    environ = {"MLX_SHIM_REFUSED_WHILE_DOWN": "0"}
+    with serving_on(held, line, tiny, tmp_path / "log", port=held.getsockname()[1], environ=environ) as server:
+        if server.wait_exit() != 71:
+            raise Inconclusive("stock serves on a passed socket by itself")
+
+
+def test_who_has_been_let_in_is_answered_and_nobody_else_is_let_in(tiny, tmp_path, held):
+    """While a dying process reports: `sleep` hangs in the hook that prints, until its time is over."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import threading, time\nfrom mlx_lm.server import main\n"
+        "threading.excepthook = lambda *_: (open('dying', 'w').close(), time.sleep(100))\nmain()\n"
+    )
+    port = held.getsockname()[1]
+    environ = {"MLX_SHIM_EXIT_GRACE": "3s"}
+    options = {"port": port, "entry": (str(program),), "environ": environ}
+    with serving_on(held, NEWEST, tiny, tmp_path / "log", **options) as server:
+        early = socket.create_connection(("127.0.0.1", port))
+        server.ready().send_and_leave(KILLER)
+        assert wait_until((tmp_path / "dying").exists, 10, 0.01)
+        late = server.send_and_leave(READY)
+        raw = b"GET /health HTTP/1.1\r\n\r\n"
+        early.sendall(raw)
+        assert answer_of(early).body["status"] == "dead"
+        assert server.wait_exit(30) == 70
+        held.settimeout(5)
+        taken, address = held.accept()  # as the next process would
+        assert address == late.getsockname()
+        with contextlib.closing(taken):
+            assert taken.recv(100).startswith(b"POST ")
+
+
+def test_a_unix_socket(tiny, tmp_path):
+    with socket.socket(socket.AF_UNIX) as held:
+        held.bind(str(tmp_path / "socket"))
+        held.listen()
+        with serving_on(held, NEWEST, tiny, tmp_path / "log", environ={"MLX_SHIM_LAUNCHD_SOCKET": ""}) as server:
+            for raw, status in ((json.dumps(READY).encode(), 200), (b"{", 400)):
+                with socket.socket(socket.AF_UNIX) as client:
+                    client.settimeout(90)
+                    client.connect(str(tmp_path / "socket"))
+                    head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(raw)
+                    client.sendall(head + raw)
+                    assert answer_of(client).status == status
+            assert f"serving on the passed socket unix:{tmp_path}/socket, not on --port {server.port}" in server.text()
+            assert "unix - - [" in server.text()
+
+
+def test_a_socket_that_cannot_be_used_is_78(line, tiny, tmp_path):
+    with socket.socket(type=socket.SOCK_DGRAM) as held, serving_on(held, line, tiny, tmp_path / "log") as server:
+        assert server.wait_exit() == 78
+        (said,) = [x for x in server.shim_lines() if "fatal:" in x]
+        assert "the socket to serve on cannot be used: descriptor 3 is a socket of the type" in said
