@@ -1,8 +1,8 @@
 """A tiny llama that misbehaves in its forward pass, as real models have: mlx_lm loads it as the folder's `model_file`.
 
 config.json holds {"fault": {"kind": KIND, "trigger": PATH, ...}}: the fault happens once the file PATH exists. `delay`,
-`prefill_delay` and `load_delay` are seconds; `count` has each forward add a byte to the file `counted`. Each load adds one
-to the file `loaded`.
+`prefill_delay` and `load_delay` are seconds; with `once` the file holds the kind and is taken away; `count` has each
+forward add a byte to the file `counted`. Each load adds one to the file `loaded`.
 """
 
 import ctypes
@@ -60,7 +60,12 @@ class Model(llama.Model):
         fault = self._fault
         here = mx.distributed.init().rank()
         if Path(fault["trigger"]).exists() and fault.get("rank", here) == here:
-            misbehave(fault["kind"], Path(fault["trigger"]))
+            trigger = Path(fault["trigger"])
+            kind = fault["kind"]
+            if fault.get("once"):
+                kind = trigger.read_text()
+                trigger.unlink()
+            misbehave(kind, trigger)
         if fault.get("count"):
             with Path(fault["counted"]).open("a") as counted:
                 counted.write(".")
