@@ -108,12 +108,12 @@ class Supervised(Server):
 class Client:
     """The real openai client, one request after another."""
 
-    def __init__(self, server: Server, number: int, stop: threading.Event, timeout: float) -> None:
+    def __init__(self, port: int, number: int, stop: threading.Event, retries: int) -> None:
         self.answers: list[float] = []  # when
         self.longest = 0.0  # seconds a request took, its retries included
         self.errors: list[Exception] = []
         self._client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=10, timeout=timeout
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=retries, timeout=PATIENCE
         )
         self._stop, self._number = stop, number
         self.thread = threading.Thread(target=self._ask, daemon=True)
@@ -129,17 +129,18 @@ class Client:
                 self.answers.append(time.monotonic())
             except (openai.OpenAIError, AssertionError) as error:
                 self.errors.append(error)
+                self._stop.wait(0.1)
             self.longest = max(self.longest, time.monotonic() - begun)
 
 
 class Crowd:
     """Clients that ask all the time, and one that only connects."""
 
-    def __init__(self, server: Server, clients: int = CLIENTS, timeout: float = PATIENCE) -> None:
+    def __init__(self, port: int, clients: int = CLIENTS, retries: int = 10) -> None:
         self.refused = 0
         self.probes = 0
-        self._port, self._stop = server.port, threading.Event()
-        self.clients = [Client(server, number, self._stop, timeout) for number in range(clients)]
+        self._port, self._stop = port, threading.Event()
+        self.clients = [Client(port, number, self._stop, retries) for number in range(clients)]
         self._prober = threading.Thread(target=self._probe, daemon=True)
         self._prober.start()
 

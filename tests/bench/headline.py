@@ -23,7 +23,7 @@ from headline import KILLS, RAISES, STALLS
 def guarded(folder: Path, model: FaultyModel, deaths: int, *, hand_over: bool) -> None:
     with headline.Supervised(NEWEST, model, folder, hand_over=hand_over) as server:
         server.ready()
-        crowd = headline.Crowd(server)
+        crowd = headline.Crowd(server.port)
         times = headline.endure(server, crowd, [(KILLS, RAISES, STALLS)[n % 3] for n in range(deaths)])
         hung = crowd.leave()
         print(f"\nthe shim, {'with' if hand_over else 'without'} the socket handed over")
@@ -34,7 +34,7 @@ def guarded(folder: Path, model: FaultyModel, deaths: int, *, hand_over: bool) -
 def stock(folder: Path, model: FaultyModel, seconds: float) -> None:
     with headline.Supervised(NEWEST, model, folder, hand_over=False, environ={"MLX_SHIM": "0"}) as server:
         server.ready()
-        crowd = headline.Crowd(server)
+        crowd = headline.Crowd(server.port)
         crowd.settle()
         server.die(RAISES)
         time.sleep(1)

@@ -16,7 +16,7 @@ def model(faulty):
 def test_every_request_is_answered_in_the_end(line, model, tmp_path):
     with headline.Supervised(line, model, tmp_path / "supervised", hand_over=True) as server:
         server.ready()
-        crowd = headline.Crowd(server)
+        crowd = headline.Crowd(server.port)
         times = headline.endure(server, crowd, [KILLS, RAISES, STALLS])
         assert crowd.leave() == 0, "none hangs"
         print(f"\n{line}: {crowd.answers} answers, {crowd.probes} probes\n{headline.table(times)}")
@@ -28,7 +28,7 @@ def test_every_request_is_answered_in_the_end(line, model, tmp_path):
 def test_control_without_the_socket_some_are_refused(model, tmp_path):
     with headline.Supervised(headline.NEWEST, model, tmp_path / "supervised", hand_over=False) as server:
         server.ready()
-        crowd = headline.Crowd(server, clients=1)
+        crowd = headline.Crowd(server.port, clients=1)
         headline.endure(server, crowd, [RAISES])
         crowd.leave()
         if not crowd.refused:
