@@ -63,6 +63,8 @@ def status() -> str:
         return "dead"
     if engine.stalled is not None:
         return engine.stalled
+    if engine.hold is not None:
+        return engine.hold.reason
     if not engine.up or engine.loading:
         return f"loading a model (--model {engine.model_name})"
     return f"serving (--model {engine.model_name})"
@@ -97,7 +99,7 @@ class _Told:
         if not self._ready and engine.up and engine.listening:
             sd_notify.send(READY=1)
             self._ready = True
-        if not self._stopping and (engine.closing):
+        if not self._stopping and engine.closing:
             sd_notify.send(STOPPING=1)
             self._stopping = True
         said = report.one_line(status())
