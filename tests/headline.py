@@ -28,14 +28,6 @@ SUPERVISORD = """
     logfile={folder}/supervisord.log
     pidfile={folder}/supervisord.pid
 """
-PLAIN = """
-    [program:mlx]
-    command={python} -m mlx_lm server --model {model} --port 8080
-    environment=PYTHONPATH="{repo}"
-    autorestart=unexpected
-    redirect_stderr=true
-    stdout_logfile={log}
-"""
 ENVIRON = {
     "MLX_SHIM_BAD_REQUEST": "0", "MLX_SHIM_KILLER_REQUEST": "0", "MLX_SHIM_DECODE_STALL": "1s",
     "MLX_SHIM_PREFILL_STALL": "3s",
@@ -50,20 +42,14 @@ def recipe(marker: str, page: str = "supervision.md") -> str:
 
 
 def configuration(folder: Path, line: str, model: Any, port: int, log: Path, *, hand_over: bool) -> str:
-    """What supervisord reads: the documented recipe, with other paths."""
-    names = {"folder": folder, "python": python_of(line), "model": model.path, "repo": REPO, "log": log}
-    config = textwrap.dedent(PLAIN).format(**names)
-    if hand_over:
-        config = recipe("[fcgi-program:mlx]")
-        others = {
-            "/Users/me/venv/bin/python": python_of(line), "/Users/me/models/some-model": str(model.path),
-            "/Users/me/mlx-lm-shim": str(REPO), "/Users/me/Library/Logs/mlx-lm.%(process_num)d.log": f"{log}%(process_num)d",
-        }  # fmt: skip
-        for ours, theirs in others.items():
-            assert ours in config
-            config = config.replace(ours, theirs)
-    config = config.replace("--port 8080", " ".join(("--port", str(port), *model.args))).replace(":8080", f":{port}")
-    return textwrap.dedent(SUPERVISORD).format(**names) + config
+    """What supervisord reads: a unit as `python -m shim supervisord` prints it."""
+    command = [python_of(line), "-m", "mlx_lm", "server", "--model", str(model.path), "--port", str(port), *model.args]
+    options = ["--log", str(log), *(["--socket"] if hand_over else [])]
+    unit = subprocess.run(
+        [python_of(NEWEST), "-m", "shim", "supervisord", *options, "--", *command], cwd=REPO, env=clean_environ(),
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    return textwrap.dedent(SUPERVISORD).format(folder=folder) + unit.stdout
 
 
 class Supervised(Server):
@@ -73,9 +59,9 @@ class Supervised(Server):
         folder.mkdir()
         self.sockets, self.port, self.line = [], free_port(), line
         self.model = model
-        self.log = folder / ("log1" if hand_over else "log")
+        self.log = folder / "log"
         config = folder / "conf"
-        config.write_text(configuration(folder, line, model, self.port, folder / "log", hand_over=hand_over))
+        config.write_text(configuration(folder, line, model, self.port, self.log, hand_over=hand_over))
         command = [str(VENVS / NEWEST / "bin" / "supervisord"), "-c", str(config)]
         with (folder / "out").open("ab") as out:
             self.process = subprocess.Popen(
