@@ -41,12 +41,14 @@ def recipe(marker: str, page: str = "supervision.md") -> str:
     return found
 
 
-def configuration(folder: Path, line: str, model: Any, port: int, log: Path, *, hand_over: bool) -> str:
-    """What supervisord reads: a unit as `python -m shim supervisord` prints it."""
+def configuration(
+    folder: Path, line: str, model: Any, port: int, log: Path, *, hand_over: bool, environ: dict[str, str]
+) -> str:
+    """What supervisord reads: a unit as `python -m shim supervisord` prints it, `environ` in it."""
     command = [python_of(line), "-m", "mlx_lm", "server", "--model", str(model.path), "--port", str(port), *model.args]
     options = ["--log", str(log), *(["--socket"] if hand_over else [])]
     unit = subprocess.run(
-        [python_of(NEWEST), "-m", "shim", "supervisord", *options, "--", *command], cwd=REPO, env=clean_environ(),
+        [python_of(NEWEST), "-m", "shim", "supervisord", *options, "--", *command], cwd=REPO, env=clean_environ(**environ),
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     return textwrap.dedent(SUPERVISORD).format(folder=folder) + unit.stdout
@@ -61,14 +63,20 @@ class Supervised(Server):
         self.model = model
         self.log = folder / "log"
         config = folder / "conf"
-        config.write_text(configuration(folder, line, model, self.port, self.log, hand_over=hand_over))
+        environ = ENVIRON | (environ or {})
+        unit = configuration(folder, line, model, self.port, self.log, hand_over=hand_over, environ=environ)
+        config.write_text(self.configure(unit))
         command = [str(VENVS / NEWEST / "bin" / "supervisord"), "-c", str(config)]
         with (folder / "out").open("ab") as out:
             self.process = subprocess.Popen(
-                command, env=clean_environ(**ENVIRON, **(environ or {})), stdin=subprocess.DEVNULL, stdout=out,
+                command, env=clean_environ(), stdin=subprocess.DEVNULL, stdout=out,
                 stderr=out, start_new_session=True,
             )  # fmt: skip
         assert wait_until(self.log.exists, 30), (folder / "out").read_text()
+
+    def configure(self, text: str) -> str:
+        """For what a test wants supervisord to read besides."""
+        return text
 
     def __exit__(self, *_: object) -> None:
         self.process.send_signal(signal.SIGTERM)
