@@ -1,4 +1,4 @@
-"""Two fuzzers with a fixed seed: over the schema of a request, and over the bytes of a connection.
+"""Two fuzzers with a fixed seed: over the schema of a request, and over the bytes of a connection; 250 of each a line.
 
 More, with other seeds each time: tests/bench/fuzz.py.
 """
@@ -13,7 +13,7 @@ from harness import Inconclusive, Server
 from hypothesis import HealthCheck, given, settings
 
 EXAMPLES = settings(
-    max_examples=500, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=250, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -45,7 +45,7 @@ def test_any_request_is_answered_and_hurts_nobody(line, tiny, wanted, tmp_path):
             ask()
         assert server.get("/health")[1]["status"] == "ok"
         assert "Traceback" not in server.text()
-    if min(statuses[200], statuses[400]) < 50 or beside.rounds < 5:
+    if min(statuses[200], statuses[400]) < 40 or beside.rounds < 5:
         raise Inconclusive(f"not a fair mix: {statuses}, {beside.rounds} rounds beside")
 
 
