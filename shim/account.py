@@ -14,6 +14,7 @@ from .state_file import LOADING, UP, WAITING, Run, State, StateFile
 
 TICK = 1.0  # seconds between two looks at the run
 SEEN = 60.0  # seconds between two notes that it lives, and what it holds
+LATELY = 120.0  # seconds after which a dead process has given its memory back, or never will
 _GOOD_RUN = 600.0  # seconds, where there is no breaker
 
 
@@ -126,7 +127,7 @@ def judged(last: State, limit: breaker.Limit | None, now: float) -> State:
     window = limit.window if limit else _GOOD_RUN
     deaths, run = last.deaths, last.run
     if run is not None and run.phase != WAITING:
-        last = replace(last, killed=True, served=False)
+        last = replace(last, killed=now - run.seen <= SEEN + LATELY, served=False)
         deaths = [*deaths, Death(run.seen, None)]
     return replace(last, deaths=breaker.recent(deaths, window, now))
 

@@ -18,6 +18,7 @@ from .engine import engine
 
 POLL = 0.05  # seconds
 QUIET = 0.2  # seconds left to a request whose body is still coming in, once nothing is in flight
+ECHO = 0.3  # seconds in which a second signal is the first again: from `timeout`, a group, a wrapper that passes it on
 AT_ONCE = 0.1  # seconds for clients to be told, after a second signal
 JOIN = 2.0  # seconds for the generation thread to leave its loop, and to let go of the model
 STOP = ("mlx-lm-shim", "stop")  # what rank 0 shares in the place of a request
@@ -130,12 +131,15 @@ def _carry_out(order: Order) -> NoReturn:
 def _wait(order: Order) -> tuple[Order, bool]:
     """Until nobody needs us. The order then in force, and whether a second signal wants it carried out at once."""
     patience = _Patience()
+    echo = time.monotonic() + ECHO
     while patience.lasts():
         try:
             another = _orders.get(timeout=POLL)
         except queue.Empty:
             continue
         if order.status == fatal.STOPPED == another.status:
+            if time.monotonic() < echo:
+                continue
             return order, True
         if another.status == fatal.STOPPED:
             order = another  # it was to be replaced, and now somebody wants it stopped

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 RETRY_AFTER = 10  # seconds; about what a restart and a model of some size take
-# The same for a death. Less where the socket outlives the process: who comes back while it restarts waits in its queue.
-after_death = RETRY_AFTER
+# The same for an end. Less where the socket outlives the process: who comes back while it restarts waits in its queue.
+after_end = RETRY_AFTER
 
 
 class ShimError(Exception):
@@ -32,21 +32,21 @@ class ClientGone(Exception):
 
 
 def engine_dead() -> ShimError:
-    return ShimError(503, "engine_dead", "the generation engine has died; the server is about to restart", after_death)
+    return ShimError(503, "engine_dead", "the generation engine has died; the server is about to restart", after_end)
 
 
 def engine_stalled() -> ShimError:
     return ShimError(
-        503, "engine_stalled", "the generation engine has stalled; the server is about to restart", after_death
+        503, "engine_stalled", "the generation engine has stalled; the server is about to restart", after_end
     )
 
 
 def shutting_down() -> ShimError:
-    return ShimError(503, "shutting_down", "the server is shutting down", RETRY_AFTER)
+    return ShimError(503, "shutting_down", "the server is shutting down", after_end)
 
 
 def draining() -> ShimError:
-    return ShimError(503, "draining", "the server is about to stop and takes nothing new in", RETRY_AFTER)
+    return ShimError(503, "draining", "the server is about to stop and takes nothing new in", after_end)
 
 
 def model_loading() -> ShimError:

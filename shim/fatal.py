@@ -22,6 +22,7 @@ EX_CONFIG = 78
 
 # Seconds from a death to the exit, whatever the traceback's printer, a full pipe or a hanging hook does meanwhile.
 REPORT_LIMIT = 0.8
+LET_IN = 0.2  # seconds for clients whose connection was accepted as the end began: they are told 503
 
 _notes: list[Callable[[int], None]] = []
 _first = threading.Lock()
@@ -48,9 +49,10 @@ def end(
     """
     _take(status, f"fatal: {reason}; {engine.in_flight} in flight; up {engine.uptime:.1f} s; exit {status}")
     deadline = time.monotonic() + settings.current.exit_grace
-    facts = crash_report.facts(reason, error)  # before the clients are told, and their entries close
-    _begun.set()
+    _begun.set()  # before anything that may fail: from here on the end is certain
+    facts = None
     try:
+        facts = _facts(reason, error)
         _attempt("tell the clients", lambda: engine.fail_waiting(tell or errors.engine_dead()))
         if show is not None:
             _attempt("show the traceback", show)
@@ -68,6 +70,7 @@ def stop(status: int, reason: str, facts: dict[str, Any] | None = None) -> NoRet
     _take(status, f"stopped: {reason}; up {engine.uptime:.1f} s; exit {status}")
     _begun.set()
     try:
+        engine.wait_for_handlers(LET_IN)
         _leave_word(None, facts)
     finally:
         os._exit(status)
@@ -81,10 +84,19 @@ def _take(status: int, verdict: str) -> None:
     _status, _verdict = status, verdict
 
 
+def _facts(reason: str, error: BaseException | None) -> dict[str, Any] | None:
+    """What a report says, gathered before the clients are told and their entries close."""
+    try:
+        return crash_report.facts(reason, error)
+    except Exception as failed:
+        report.line_at_once(f"could not gather the facts for a report: {failed!r}")
+        return None
+
+
 def _leave_word(error: BaseException | None, facts: dict[str, Any] | None) -> None:
-    _say()
-    for note in _notes:
+    for note in _notes:  # first: to say it may take until there is no time left
         _attempt("note the end", functools.partial(note, _status))
+    _say()
     if settings.current.report_dir and facts is not None:
         _attempt("write the report", lambda: crash_report.write(_status, error, facts))
     for stream in (sys.stdout, sys.stderr):

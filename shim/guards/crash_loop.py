@@ -9,6 +9,8 @@ memory to be free. What goes wrong with the file is said in one line and is in n
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +28,8 @@ MODULE = "mlx_lm.server"
 POLL = 0.1  # seconds after which a stop is noticed
 READ_LIMIT = 2.0  # seconds a start waits for the folder; a dead network file system never answers
 NOTE_LIMIT = 0.2  # seconds an end does: within fatal.REPORT_LIMIT
+STEP = 64 << 20  # bytes: less is no sign that memory is being given back
+SETTLED = 5.0  # seconds without such a sign
 MEMORY_LIMIT = 60.0  # seconds
 LARGE = 2**30  # bytes: a smaller model has room
 SHARE = 0.8  # of the machine's memory, all that is waited for: compressed, a process may hold more than there is
@@ -42,6 +46,7 @@ def apply(server: Any) -> None:
     patch.wrap(server, "APIHandler.do_POST", _do_post)
     ledger.checks.append(_check)
     fatal.at_end(_end)
+    atexit.register(_ends_by_itself, os.getpid())
 
 
 _account: Account | None = None
@@ -78,7 +83,8 @@ def _before(provider: Any) -> Account:
     if seconds and limit:
         why = breaker.reason(state.deaths, limit)
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
-        report.line(f"{why}: waiting for {seconds:.0f} s, until {until}, before the model is loaded")
+        way_out = "MLX_SHIM_BREAKER; MLX_SHIM_CRASH_LOOP=0 starts at once"
+        report.line(f"{why}: waiting for {seconds:.0f} s, until {until}, before the model is loaded ({way_out})")
         wait(why, seconds)
         report.line("the server is stopping" if engine.closing else "the wait is over, the model is being loaded")
     wait_for_memory(state)
@@ -109,9 +115,23 @@ def wait_for_memory(state: State) -> None:
         return
     why = f"the last run was killed, and of the {memory.shown(needed)} that it took {memory.shown(free)} are free"
     report.line(f"{why}: waiting for the rest for at most {MEMORY_LIMIT:.0f} s before the model is loaded")
-    wait(why, MEMORY_LIMIT, lambda: (memory.available() or needed) >= needed)
+    wait(why, MEMORY_LIMIT, _Freed(needed, free))
     free = memory.available() or 0
     report.line(f"{memory.shown(free)} are free{'' if free >= needed else ', no more'}: the wait is over")
+
+
+class _Freed:
+    """Whether enough memory is available, or none is being given back any more: others may hold it for good."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        self._needed = needed
+        self._most, self._since = free, time.monotonic()
+
+    def __call__(self) -> bool:
+        free, now = memory.available() or self._needed, time.monotonic()
+        if free > self._most + STEP:
+            self._most, self._since = free, now
+        return free >= self._needed or now - self._since >= SETTLED
 
 
 def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -135,6 +155,12 @@ def _stop_and_join(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if account is not None and instance is engine.generator:
         account.post(lambda: account.ends(None), NOTE_LIMIT)
     return wrapped(*args, **kwargs)
+
+
+def _ends_by_itself(pid: int) -> None:
+    """A program that comes to its end has not died. (A child of a fork has no keeper, and is none of ours.)"""
+    if os.getpid() == pid:
+        _end(fatal.STOPPED)
 
 
 def _end(status: int) -> None:

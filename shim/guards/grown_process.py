@@ -90,10 +90,11 @@ class _Recycling:
     def _begin(self) -> None:
         self._at_start = footprint()
         for limit in list(self._limits):
-            if limit.read is footprint and self._at_start >= limit.value:
+            figure = limit.read()
+            if figure >= limit.value:
                 self._limits.remove(limit)  # else it would be started again and again, and never serve
                 report.line(
-                    f"{limit.setting} is left out: with its model up the process has {limit.show(self._at_start)} already"
+                    f"{limit.setting} is left out: with its model up the process has {limit.show(figure)} already"
                 )
 
     def _recycle(self, limit: Limit, figure: float) -> None:

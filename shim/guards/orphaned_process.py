@@ -33,8 +33,8 @@ def _check() -> None:
     if engine.running or not _caller_is_over() or not any(_is_left(generator) for generator in list(engine.generators)):
         return
     error = engine.run_error
-    if isinstance(error, KeyboardInterrupt):
-        fatal.end(fatal.STOPPED, "interrupted before the server could stop by itself")
+    if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        fatal.end(fatal.STOPPED, "asked to end before the server could stop by itself")  # by Ctrl-C, or its own handler
     what = f": {type(error).__name__}: {report.one_line(error)}" if error is not None else ""
     if error is not None and _could_not_listen(error):
         fatal.end(fatal.EX_OSERR, f"could not listen{what}")

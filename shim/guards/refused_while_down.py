@@ -67,7 +67,7 @@ def _serve(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         fatal.end(fatal.EX_CONFIG, f"the socket to serve on cannot be used: {reason}")
     if passed is None:
         return wrapped(*args, **kwargs)
-    errors.after_death = RETRY_AFTER
+    errors.after_end = RETRY_AFTER
     call.arguments["server_class"] = serving_on(stock, passed)
     if passed.family != socket.AF_UNIX:  # what stock looks up, and logs
         call.arguments["host"], call.arguments["port"] = passed.getsockname()[:2]

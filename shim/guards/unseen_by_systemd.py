@@ -96,7 +96,7 @@ class _Told:
         if not self._asked:
             self._asked = True
             self._interval = sd_notify.watchdog_interval()
-        if not self._ready and engine.up and engine.listening:
+        if not self._ready and engine.up and engine.listening and not engine.closing:
             sd_notify.send(READY=1)
             self._ready = True
         if not self._stopping and engine.closing:
@@ -114,7 +114,7 @@ class _Told:
     def _is_sound(self, now: float) -> bool:
         if engine.ending is not None or engine.generation_is_over or engine.stalled is not None:
             return False
-        if engine.up and not engine.loading:
+        if (engine.up and not engine.loading) or engine.hold is not None:
             self._loading = None
             return True
         if self._loading is None:

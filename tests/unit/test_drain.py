@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import threading
+import time
 import types
 
 import pytest
@@ -54,10 +55,20 @@ def test_a_stop_during_a_recycle_is_a_stop(ended, engine, monkeypatch):
 
 def test_a_second_stop_does_not_wait(ended, engine, monkeypatch):
     monkeypatch.setattr(settings, "current", settings.Settings(drain=3600, exit_grace=3600))
+    monkeypatch.setattr(drain, "ECHO", 0.0)
     engine.serving[1] = 0.0
     assert ended(drain.Order("SIGINT"), drain.Order("SIGTERM"))[:2] == (
         0, "SIGINT; in flight: 0 finished, 1 cut short",
     )  # fmt: skip
+
+
+def test_an_echo_of_the_first_is_none(ended, engine, monkeypatch):
+    """`timeout` signals its child and then the group; so does a wrapper that passes on what the group got."""
+    monkeypatch.setattr(settings, "current", settings.Settings(drain=0.6, exit_grace=0.01))
+    engine.serving[1] = 0.0
+    began = time.monotonic()
+    assert ended(drain.Order("SIGTERM"), drain.Order("SIGTERM"))[0] == 0
+    assert time.monotonic() - began >= 0.6
 
 
 def test_what_cannot_come_is_not_waited_for(ended, engine, monkeypatch):

@@ -140,7 +140,7 @@ def test_the_standard_librarys_class_stays_as_it_is(listening, monkeypatch):
     """And a second server of the same program finds the socket still there."""
     served = []
     monkeypatch.setattr(refused_while_down, "_passed", [listening.fileno()])
-    monkeypatch.setattr(refused_while_down.errors, "after_death", 10)
+    monkeypatch.setattr(refused_while_down.errors, "after_end", 10)
     before = dict(vars(ThreadingHTTPServer))
 
     def serve_forever(self):
