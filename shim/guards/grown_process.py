@@ -90,11 +90,10 @@ class _Recycling:
     def _begin(self) -> None:
         self._at_start = footprint()
         for limit in list(self._limits):
-            figure = limit.read()
-            if figure >= limit.value:
+            if limit.read is footprint and self._at_start >= limit.value:
                 self._limits.remove(limit)  # else it would be started again and again, and never serve
                 report.line(
-                    f"{limit.setting} is left out: with its model up the process has {limit.show(figure)} already"
+                    f"{limit.setting} is left out: with its model up the process has {limit.show(self._at_start)} already"
                 )
 
     def _recycle(self, limit: Limit, figure: float) -> None:
