@@ -11,8 +11,7 @@ from families import FAMILIES, IMPOSSIBLE
 from harness import LINES, REPO, VENVS, Inconclusive, clean_environ, python_of
 
 OFF = {"MLX_SHIM_ARRAYS_CACHE": "0", "MLX_SHIM_BATCH_OFFSET": "0"}
-# The old line is asked for fewer: every family of it but the versions of its code is in the new one.
-TOKENS = {"0.32.2": 2000, "0.31.3": 600}
+TOKENS = 2000
 
 # Four prompts of different lengths, so that padding is real; three leave early, one joins in the middle, and one
 # continues from the cache of a request that has left. Then one goes on alone, and memory is looked at.
@@ -59,7 +58,7 @@ BATCH = """
 
 def run(line, family, **environ):
     child = subprocess.run(
-        [python_of(line), "-c", textwrap.dedent(BATCH), str(REPO / "tests"), family, str(TOKENS[line])],
+        [python_of(line), "-c", textwrap.dedent(BATCH), str(REPO / "tests"), family, str(TOKENS)],
         capture_output=True, text=True, check=False, env=clean_environ(**({"PYTHONPATH": str(REPO)} | environ)),
     )  # fmt: skip
     assert child.returncode == 0, child.stderr[-3000:]
