@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .. import http, patch, request
+from .. import body, http, patch, request
 from ..errors import ShimError
 from . import require
 
@@ -48,7 +48,7 @@ class _Body:
                     400, "incomplete_body", f"the body ended after {len(raw)} of the {size} bytes of Content-Length"
                 )
             raw += piece
-        request.check(request.parse(bytes(raw)), self._chat)
+        request.check(body.parse(bytes(raw)), self._chat)
         return bytes(raw)
 
     def __getattr__(self, name: str) -> Any:
@@ -57,10 +57,10 @@ class _Body:
 
 def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     stock = instance.rfile
-    instance.rfile = body = _Body(instance)
+    instance.rfile = checked = _Body(instance)
     try:
         wrapped(*args, **kwargs)
-        if not body.asked_for:  # stock has answered, that there is no such path
+        if not checked.asked_for:  # stock has answered, that there is no such path
             http.read_out(instance.connection)
     except ShimError as error:
         http.refuse(instance, error)

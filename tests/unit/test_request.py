@@ -5,7 +5,7 @@ import json
 import pytest
 from bad_requests import CASES, TEXT
 
-from shim import request
+from shim import body, request
 from shim.errors import ShimError
 
 # What only the loaded model can tell, or the tokenizer's template.
@@ -16,7 +16,7 @@ LATER |= {"logit_bias beyond the vocabulary", "logit_bias one beyond"}
 @pytest.mark.parametrize("case", [c for c in CASES if c.name not in LATER], ids=lambda case: case.name)
 def test_what_is_wrong_is_named(case):
     with pytest.raises(ShimError) as caught:
-        request.check(request.parse(case.raw), case.path != TEXT)
+        request.check(body.parse(case.raw), case.path != TEXT)
     assert (caught.value.status, caught.value.param) == (case.status, case.param)
     assert len(json.dumps(caught.value.body())) < 500, "an error repeats no long input"
     json.dumps(caught.value.body()).encode()
@@ -81,9 +81,9 @@ def test_a_huge_value_is_not_repeated():
 
 
 def test_ninety_levels_pass_and_a_hundred_do_not():
-    def body(levels):
+    def nested(levels):
         return json.loads("[" * levels + "]" * levels)
 
-    request.parse(json.dumps({"tools": body(90)}).encode())
+    body.parse(json.dumps({"tools": nested(90)}).encode())
     with pytest.raises(ShimError, match="nested too deep"):
-        request.parse(json.dumps({"tools": body(100)}).encode())
+        body.parse(json.dumps({"tools": nested(100)}).encode())
