@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
-import time
-from pathlib import Path
 
 import pytest
 from harness import NEWEST, Inconclusive, Server, Stream, wait_until
+from wire import head, raw, read_all
 
 from shim.cli import tiny_model
 
@@ -97,25 +95,6 @@ def test_a_rotating_cache_is_not_for_draft_models(tmp_path):
         assert any("does nothing with --kv-bits or a draft model" in x for x in server.shim_lines())
 
 
-def raw(server, data, patience=30.0):
-    """All that the server answers to bytes, until it closes."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=patience) as s:
-        s.sendall(data)
-        return read_all(s)
-
-
-def read_all(s):
-    answer = b""
-    while piece := s.recv(65536):
-        answer += piece
-    return answer
-
-
-def head(length, *lines):
-    fields = "".join(f"{x}\r\n" for x in (f"Content-Length: {length}" if length is not None else None, *lines) if x)
-    return f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{fields}\r\n".encode()
-
-
 def test_the_size_of_a_body(line, tiny, tmp_path):
     with Server(line, tiny, tmp_path / "log", environ={"MLX_SHIM_MAX_BODY": "100K"}) as server:
         server.ready()
@@ -179,118 +158,6 @@ def test_requests_in_flight(line, faulty, tmp_path):
         assert all(stream.first.wait(30) for stream in streams)
         if server.post({"prompt": "more", "max_tokens": 1})[0] != 200:
             raise Inconclusive("stock turns it away by itself")
-
-
-def trickle(s, data, pause, until):
-    """Send a byte at a time until the server hangs up; True when it did."""
-    deadline = time.monotonic() + until
-    for byte in data:
-        try:
-            s.sendall(bytes([byte]))
-        except OSError:
-            return True
-        s.settimeout(pause)
-        try:
-            if s.recv(1, socket.MSG_PEEK):
-                return True  # an answer
-            return True  # end of file
-        except TimeoutError:
-            pass
-        except OSError:
-            return True
-        if time.monotonic() > deadline:
-            return False
-    return False
-
-
-@pytest.mark.parametrize("environ", [{"MLX_SHIM_READ_TIMEOUT": "1s"}, {"MLX_SHIM_SLOW_CLIENT": "0"}], ids=["on", "off"])
-def test_slow_clients(line, environ, faulty, tmp_path):
-    """Silent, or trickling, in its headers or its body: cut. A slow reader of a stream is not."""
-    on = "MLX_SHIM_READ_TIMEOUT" in environ
-    model = faulty(kind="none", delay=0.01)
-    with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
-        server.ready()
-
-        def connect():
-            return socket.create_connection(("127.0.0.1", server.port), timeout=10)
-
-        reader = connect()
-        body = json.dumps({"prompt": "slow reader", "max_tokens": 300, "stream": True}).encode()
-        reader.sendall(head(len(body)) + body)
-        cut = {
-            "silent": was_cut(connect(), b""),
-            "silent after a header": was_cut(connect(), b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"),
-            "silent after the headers": was_cut(connect(), head(100)),
-            "silent in the body": was_cut(connect(), head(100) + b"{"),
-        }
-        with connect() as s:
-            cut["trickle in the headers"] = trickle(s, b"GET /health HTTP/1.1\r\nX: " + b"a" * 50, 0.1, 4)
-        with connect() as s:
-            s.sendall(head(100))
-            cut["trickle in the body"] = trickle(s, b"{" + b" " * 50, 0.1, 4)
-        if on:
-            assert all(cut.values()), cut
-            assert b" 408 " in ended(connect(), head(100) + b"{")
-        elif any(cut.values()):
-            raise Inconclusive(f"stock cuts by itself: {cut}")
-        stream = b""
-        while piece := reader.recv(200):
-            stream += piece
-            time.sleep(0.005)
-        reader.close()
-        assert b"data: [DONE]" in stream
-        assert server.post({"prompt": "afterwards", "max_tokens": 1})[0] == 200
-
-
-def was_cut(s, data):
-    with s:
-        s.sendall(data)
-        s.settimeout(4)
-        try:
-            while s.recv(65536):
-                pass
-        except TimeoutError:
-            return False
-        return True
-
-
-def ended(s, data):
-    with s:
-        s.sendall(data)
-        return read_all(s)
-
-
-def test_three_hundred_slow_clients_go_and_others_are_served(tiny, tmp_path):
-    """Slowloris."""
-    with Server(NEWEST, tiny, tmp_path / "log", environ={"MLX_SHIM_READ_TIMEOUT": "3s"}) as server:
-        server.ready()
-        slow = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(300)]
-        for s in slow:
-            s.sendall(b"POST /v1/completions HTTP/1.1\r\nX: ")
-        assert server.post({"prompt": "beside", "max_tokens": 2})[0] == 200
-        assert server.get("/health")[0] == 200
-        for s in slow:
-            assert not s.recv(1)
-            s.close()
-        assert wait_until(lambda: threads(server.pid) < 30, 10)
-        assert server.post({"prompt": "afterwards", "max_tokens": 2})[0] == 200
-
-
-def threads(pid):
-    status = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(x.split()[1]) for x in status if x.startswith("Threads:"))
-
-
-def test_a_client_that_is_gone_at_once_leaves_nothing(tiny, tmp_path):
-    with Server(NEWEST, tiny, tmp_path / "log") as server:
-        server.ready()
-        for data in (b"", b"G", head(10**9), head(10)):
-            with socket.create_connection(("127.0.0.1", server.port)) as s:
-                s.sendall(data)
-        with pytest.raises(http.client.HTTPException):
-            server.post(b"x", path="/v1/completions HTTP/9.9\r\n")
-        assert server.post({"prompt": "afterwards", "max_tokens": 1})[0] == 200
-        assert "Traceback" not in server.text()
 
 
 def test_an_unknown_path_is_told_whatever_its_body(line, tiny, tmp_path):

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from shim import engine as engine_module
-from shim import image_fetch, ledger
+from shim import image_fetch, ledger, report
 from shim.engine import Engine
 from shim.guards import stall
 
@@ -102,3 +102,12 @@ def one_public(monkeypatch, names):
     """127.0.0.1 counts as a public address, and no other: what a public server does can then be tried."""
     monkeypatch.setattr(image_fetch, "is_public", lambda address: address == "127.0.0.1")
     monkeypatch.setattr(image_fetch, "_is_own", lambda *_: False)
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What is said, without the prefix."""
+    said: list[str] = []
+    monkeypatch.setattr(report, "line", said.append)
+    monkeypatch.setattr(report, "_said", set())
+    return said

@@ -1,4 +1,4 @@
-"""The breaker's arithmetic, its state file, and what becomes of both when the clock, the disk or a file is not as it should be."""
+"""The account of deaths and its state file, when the clock, the disk or a file is not as it should be."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import os
 import stat
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from shim import account as account_module
-from shim import breaker, memory, report, settings, state_file
+from shim import memory, settings, state_file
 from shim.account import Account
 from shim.breaker import Death, Limit
-from shim.engine import Hold
-from shim.errors import ShimError
 from shim.guards import crash_loop
 from shim.state_file import LOADING, UP, WAITING, Corrupt, Held, Run, State, StateFile
 
@@ -30,83 +27,9 @@ def deaths(*ages, status=70):
     return [Death(NOW - age, status) for age in ages]
 
 
-@pytest.mark.parametrize(
-    ("text", "limit"),
-    [
-        ("5/10m", (5, 600, 10)), (" 1/90 ", (1, 90, 10)), ("3/1h,2s", (3, 3600, 2)), ("3/10m, 500ms", (3, 600, 0.5)),
-        ("0", None), ("OFF", None), ("no", None),
-    ],
-)  # fmt: skip
-def test_the_setting(text, limit):
-    assert settings.parse_breaker(text) == limit
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["5", "/", "5/", "/10m", "0/10m", "101/10m", "-1/10m", "5/0", "5/10m,", "5/10m,0", "5/10m,1s,2s", "x/y", "on"],
-)
-def test_a_bad_setting_says_what_is_accepted(text):
-    loaded, (bad,), _ = settings.load({"MLX_SHIM_BREAKER": text})
-    assert "accepted: deaths (1 to 100) and a duration such as 5/10m" in bad
-    assert loaded.breaker == (5, 600, 10)
-
-
-def test_it_waits_after_the_limit_and_doubles_to_ten_minutes():
-    waits = [breaker.seconds(deaths(*range(5 * n, 0, -5)), LIMIT) for n in range(12)]
-    assert waits == [0, 0, 0, 10, 20, 40, 80, 160, 320, 600, 600, 600]
-    assert breaker.seconds(deaths(*range(128, 0, -1)), Limit(1, 600, 10)) == 600
-    assert breaker.seconds(deaths(*range(128, 0, -1)), Limit(1, 600, 10_000)) == 600
-
-
-def test_deaths_far_apart_do_not_trip_it_and_further_ones_do_not_have_to_be_close():
-    assert breaker.seconds(deaths(1500, 1000, 500, 0), LIMIT) == 0
-    assert breaker.seconds(deaths(1502, 1501, 1500, 1000, 500), LIMIT) == 40
-
-
-@pytest.mark.parametrize(
-    ("known", "left"),
-    [
-        (deaths(3000, 2000, 500), 3),  # as long as the last is recent
-        (deaths(3000, 2000, 601), 0),
-        (deaths(30, 20, -3), 3),  # clocks are set by seconds
-        (deaths(30, 20, -YEAR), 2),  # by years: a death in the future is none
-        (deaths(YEAR, YEAR - 1, YEAR - 2), 0),
-        (deaths(10, 30, 20), 3),
-        (deaths(*range(500, 0, -1)), breaker.KEPT),
-        ([], 0),
-    ],
-)
-def test_what_is_remembered(known, left):
-    kept = breaker.recent(known, LIMIT.window, NOW)
-    assert len(kept) == left
-    assert kept == sorted(kept)
-
-
-@pytest.mark.parametrize(
-    ("run", "count"), [(None, 1), (Run(WAITING, NOW, NOW + 9), 1), (Run(LOADING, NOW), 2), (Run(UP, NOW), 2)]
-)
-def test_a_run_that_never_noted_its_end_has_died_unless_it_only_waited(run, count):
-    judged = account_module.judged(State(deaths(5), run=run), LIMIT, NOW)
-    assert len(judged.deaths) == count
-    assert judged.killed == (count == 2)
-    assert not judged.killed or judged.deaths[-1] == (NOW, None)
-
-
-# The account, over real files, with a clock of the test's own.
-
-
 @pytest.fixture
 def clock():
     return [NOW]
-
-
-@pytest.fixture
-def lines(monkeypatch):
-    """What is said, without the prefix."""
-    said: list[str] = []
-    monkeypatch.setattr(report, "line", said.append)
-    monkeypatch.setattr(report, "_said", set())
-    return said
 
 
 @pytest.fixture
@@ -375,90 +298,3 @@ def test_what_is_written_is_read(tmp_path):
     assert state_file.decode(state.encode()) == state
     with pytest.raises(Corrupt):
         state_file.decode(b"\xff")
-
-
-# The wait for memory.
-
-GIB = 2**30
-
-
-@pytest.fixture
-def machine(monkeypatch, engine, lines):
-    """A machine of 64 GiB whose free memory is as told, one figure a look, the last for ever."""
-    monkeypatch.setattr(crash_loop, "engine", engine)
-    monkeypatch.setattr(crash_loop, "POLL", 0.01)
-    monkeypatch.setattr(crash_loop, "MEMORY_LIMIT", 0.2)
-    monkeypatch.setattr(memory, "total", lambda: 64 * GIB)
-    held = []
-
-    def free(*figures):
-        told = list(figures)
-
-        def available():
-            held.append((engine.hold, engine.loading))
-            return told.pop(0) if len(told) > 1 else told[0]
-
-        monkeypatch.setattr(memory, "available", available)
-        return held
-
-    return free
-
-
-def test_it_waits_until_the_memory_is_free(machine, lines, engine):
-    looks = machine(10 * GIB, 20 * GIB, 39 * GIB, 41 * GIB)
-    crash_loop.wait_for_memory(State(killed=True, model=40 * GIB, footprint=60 * GIB))
-    assert len(looks) == 5
-    hold, loading = looks[1]
-    assert hold.reason == "the last run was killed, and of the 40.00 GiB that it took 10.00 GiB are free"
-    assert loading == 1, "the clock rests"
-    assert engine.hold is None
-    assert engine.loading == 0
-    assert lines[-1] == "41.00 GiB are free: the wait is over"
-
-
-def test_and_no_longer_than_that(machine, lines):
-    machine(10 * GIB)
-    crash_loop.wait_for_memory(State(killed=True, footprint=40 * GIB))
-    assert lines[-1] == "10.00 GiB are free, no more: the wait is over"
-
-
-@pytest.mark.parametrize(
-    ("state", "free"),
-    [
-        (State(killed=False, model=40 * GIB), 1),
-        (State(killed=True, model=GIB - 1), 1),
-        (State(killed=True), 1),
-        (State(killed=True, model=40 * GIB), 40 * GIB),
-        (State(killed=True, model=400 * GIB), 52 * GIB),  # more than there is: compressed
-        (State(killed=True, model=40 * GIB), None),
-    ],
-)
-def test_no_wait(machine, lines, state, free):
-    machine(free)
-    crash_loop.wait_for_memory(state)
-    assert lines == []
-
-
-def test_a_request_that_came_before_the_wait_is_told(engine, monkeypatch, request_):
-    monkeypatch.setattr(crash_loop, "engine", engine)
-    entry, _ = request_()
-    crash_loop._check(entry)
-    engine.hold = Hold("why", time.monotonic() + 7.5)
-    with pytest.raises(ShimError, match="why") as told:
-        crash_loop._check(entry)
-    assert (told.value.status, told.value.code, told.value.retry_after) == (503, "breaker", 8)
-
-
-def test_a_stop_ends_a_wait(engine, monkeypatch):
-    monkeypatch.setattr(crash_loop, "engine", engine)
-    engine.attach(type("Generator", (), {"_stop": False})())
-    threading.Timer(0.3, setattr, (engine.generator, "_stop", True)).start()
-    before = time.monotonic()
-    crash_loop.wait("why", 600)
-    assert 0.2 < time.monotonic() - before < 30
-
-
-@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux's figures")
-def test_what_the_machine_says():
-    assert 2**20 < memory.footprint() < memory.total()
-    assert 0 < memory.available() <= memory.total()

@@ -47,7 +47,9 @@ _PRINTABLE = st.characters(codec="utf-8", exclude_categories=("C", "Z"))
 _TEXT = st.lists(_NASTY | _PRINTABLE, max_size=8).map("".join)
 _ARGV = st.lists(_TEXT, max_size=6).map(lambda rest: ("/bin/python", *rest))
 _ENVIRON = st.dictionaries(st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True), _TEXT, max_size=4)
-_PATH = _TEXT.map(lambda text: "/" + text.strip().strip("\\/"))
+_PATH = _TEXT.map(lambda text: "/" + text.strip().strip("\\/")).filter(
+    lambda path: path == path.strip()
+)  # as check_path has it
 
 
 def unit(argv=("/bin/python",), environ=None, **more):
