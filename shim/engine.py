@@ -20,6 +20,7 @@ FINISHED: Phase = "finished"  # nothing more will be put on its queue
 
 
 Outcome = Literal["finished", "failed", "abandoned", "timed_out"]
+Condition = Literal["ok", "loading", "breaker", "stalled", "dead", "draining"]
 
 
 class Hold(NamedTuple):
@@ -82,6 +83,7 @@ class Engine:
         self.generators: weakref.WeakSet[Any] = weakref.WeakSet()  # every ResponseGenerator: a program may make more
         self.booting = False  # the default model, that of --model, is being loaded
         self.up = False  # the generation thread has begun to take requests: what was to be loaded at boot is loaded
+        self.up_since = math.inf  # when, by time.monotonic
         self.listening = False  # the server accepts connections; only told where a guard asks for it
         self.draining = (
             False  # nothing new is taken in: the process ends when those in flight are done, or their time is
@@ -127,6 +129,24 @@ class Engine:
     def uptime(self) -> float:
         """Seconds since the shim was loaded."""
         return time.monotonic() - self.started
+
+    @property
+    def age(self) -> float:
+        """Seconds for which the generation thread has been up; 0 before. What came first, a wait or a load, is no age."""
+        return max(0.0, time.monotonic() - self.up_since)
+
+    @property
+    def condition(self) -> Condition:
+        """What the server is now, in one word: the first that is true. Takes no lock."""
+        if self.closing:
+            return "draining"
+        if self.ending is not None or self.generation_is_over:
+            return "dead"
+        if self.stalled is not None:
+            return "stalled"
+        if self.hold is not None:
+            return "breaker"
+        return "loading" if self.booting or self.loading else "ok"
 
     @property
     def stopping(self) -> bool:

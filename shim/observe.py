@@ -93,7 +93,9 @@ def _serve_single(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _next_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Stock waits for a request, rather than glance at the queue, where it has nothing else to do."""
-    engine.up = True
+    if not engine.up:
+        engine.up_since = time.monotonic()
+        engine.up = True
     engine.turns += 1
     if (args[0] if args else kwargs.get("timeout")) is not None:
         engine.leaving.clear()

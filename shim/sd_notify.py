@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 
+LOADING = 1800.0  # seconds for which a model that loads counts as sound: nothing tells a slow load from one that hangs
+
 
 def address() -> str | None:
     """Where to send, or None: nobody asks. An abstract name is written with an @ in front."""

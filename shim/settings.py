@@ -128,7 +128,7 @@ class Settings:
         "grown_process",
     )  # fmt: skip
     recycle_age: float = _setting(
-        "0", "duration", parse_duration, "likewise when it is so old; 0 is never", "grown_process"
+        "0", "duration", parse_duration, "likewise when its model has been up for so long; 0 is never", "grown_process"
     )
     recycle_memory: int = _setting(
         "0", "size", parse_size, "likewise when its footprint is so large; 0 is never", "grown_process"

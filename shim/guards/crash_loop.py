@@ -60,7 +60,9 @@ def _load_default(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     except Exception as error:
         report.line(f"crash_loop failed, the model is loaded at once: {error!r}")
     if engine.closing:
-        return None  # the loop that comes next looks at that first
+        if engine.generator is not None and not engine.distributed:
+            engine.generator._stop = True  # else the loop that comes next takes what is queued, and loads its model
+        return None
     result = wrapped(*args, **kwargs)
     if account is not None:
         account.post(account.comes_up)

@@ -52,7 +52,7 @@ def drawn(current: settings.Settings, factor: float) -> list[Limit]:
     known = (
         ("recycle_requests", lambda: engine.counters["requests"], lambda n: f"{n:.0f} requests"),
         ("recycle_tokens", _tokens, lambda n: f"{n:.0f} tokens"),
-        ("recycle_age", lambda: engine.uptime, lambda n: f"{n:.0f} s of age"),
+        ("recycle_age", lambda: engine.age, lambda n: f"{n:.0f} s of age"),
         ("recycle_memory", footprint, lambda n: f"a footprint of {shown(n)}"),
     )
     return [

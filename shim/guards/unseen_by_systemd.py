@@ -2,8 +2,9 @@
 
 Here, where NOTIFY_SOCKET is set (Type=notify), it is told READY=1 when the model is up and the port is open, STATUS,
 STOPPING=1, and with WatchdogSec= WATCHDOG=1 for as long as deliveries are sound: an interpreter that stands still, or a
-stall that MLX_SHIM_ON_STALL=dump lets be, is then restarted by systemd. The variables stay in the environment: systemd
-hears the main process alone, unless NotifyAccess= says otherwise.
+stall that MLX_SHIM_ON_STALL=dump lets be, is then restarted by systemd. A start that waits, or loads, asks for more time
+than TimeoutStartSec= gives it, 90 seconds by default. The variables stay in the environment: systemd hears the main
+process alone, unless NotifyAccess= says otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from . import Incompatible, Retired, require
 UPSTREAM = "no issue known"
 MODULE = "mlx_lm.server"
 
-LOADING = 1800.0  # seconds for which a model that loads counts as sound: nothing tells a slow load from one that hangs
+EXTEND = 60.0  # seconds more for a start that goes on
+EXTEND_EVERY = 5.0  # seconds until it is asked for again
 
 
 def probe(server: Any) -> None:
@@ -56,18 +58,17 @@ def _listening(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def status() -> str:
-    """What `systemctl status` shows."""
-    if engine.closing:
-        return "draining"
-    if engine.ending is not None or engine.generation_is_over:
-        return "dead"
-    if engine.stalled is not None:
-        return engine.stalled
-    if engine.hold is not None:
-        return engine.hold.reason
-    if not engine.up or engine.loading:
+    """What `systemctl status` shows: the engine's condition, and what it is about."""
+    condition, hold = engine.condition, engine.hold
+    if condition == "stalled":
+        return engine.stalled or condition
+    if condition == "breaker" and hold is not None:
+        return hold.reason
+    if condition == "loading":
         return f"loading a model (--model {engine.model_name})"
-    return f"serving (--model {engine.model_name})"
+    if condition == "ok":
+        return f"{'serving' if engine.up else 'starting'} (--model {engine.model_name})"
+    return condition
 
 
 class _Told:
@@ -78,6 +79,7 @@ class _Told:
         self._ready = self._stopping = False
         self._status = ""
         self._alive = 0.0
+        self._extended = -EXTEND_EVERY
         self._loading: float | None = None
         self._interval: float | None = None
         self._asked = self._complained = False
@@ -106,8 +108,12 @@ class _Told:
         if said != self._status:
             sd_notify.send(STATUS=said)
             self._status = said
-        due = self._interval is not None and now - self._alive >= self._interval - watchdog.POLL
-        if self._is_sound(now) and due:
+        if not self._is_sound(now):
+            return
+        if not engine.up and not self._stopping and now - self._extended >= EXTEND_EVERY:
+            sd_notify.send(EXTEND_TIMEOUT_USEC=int(EXTEND * 1e6))
+            self._extended = now
+        if self._interval is not None and now - self._alive >= self._interval - watchdog.POLL:
             sd_notify.send(WATCHDOG=1)
             self._alive = now
 
@@ -119,4 +125,4 @@ class _Told:
             return True
         if self._loading is None:
             self._loading = now
-        return now - self._loading < LOADING
+        return now - self._loading < sd_notify.LOADING

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from .. import __version__, http, patch, report
-from ..engine import engine
+from ..engine import Condition, engine
 from ..errors import RETRY_AFTER, ShimError
 from . import require
 
@@ -28,23 +28,8 @@ def apply(server: Any) -> None:
     patch.wrap(server, "get_system_fingerprint", _Once())
 
 
-def status() -> str:
-    """One word for what the server is now: ok, loading, breaker, draining, stalled or dead."""
-    if engine.closing:
-        return "draining"
-    if engine.ending is not None or engine.generation_is_over:
-        return "dead"
-    if engine.stalled is not None:
-        return "stalled"
-    if engine.hold is not None:
-        return "breaker"
-    if engine.booting or engine.loading:
-        return "loading"
-    return "ok"
-
-
-# For each path, the words that are good news.
-_GOOD = {
+# For each path, the conditions that are good news.
+_GOOD: dict[str, set[Condition]] = {
     "/health": {"ok"},
     "/health/ready": {"ok"},
     "/health/live": {"ok", "loading", "breaker", "draining"},
@@ -55,7 +40,7 @@ def _do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     path = instance.path.split("?", 1)[0].rstrip("/")
     if path not in _GOOD:
         return wrapped(*args, **kwargs)
-    now, hold = status(), engine.hold
+    now, hold = engine.condition, engine.hold
     left = hold.seconds_left if hold is not None else RETRY_AFTER
     why = {"reason": hold.reason, "seconds_left": left} if hold is not None and now == "breaker" else {}
     body = {
@@ -74,7 +59,7 @@ def _do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _models(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    now = status()
+    now = engine.condition
     if now in ("dead", "stalled", "draining"):
         error = ShimError(503, f"engine_{now}", f"the server is {now}", RETRY_AFTER)
         http.send(instance, error.status, json.dumps(error.body()).encode(), error.retry_after)

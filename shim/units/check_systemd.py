@@ -6,6 +6,7 @@ import math
 import re
 from pathlib import Path
 
+from .. import sd_notify
 from . import Refused
 from .findings import Facts, Findings, common
 from .systemd_syntax import Entries, duration, environment, parse, words
@@ -114,6 +115,7 @@ def _kind(found: Findings, unit: Entries) -> None:
         start = unit.last("Service", "TimeoutStartSec", "") or unit.last("Service", "TimeoutSec", "") or "90"
         limit = duration(start)
         if limit:
+            limit = max(limit, sd_notify.LOADING)  # the shim asks for more
             at = unit.at("Service", "TimeoutStartSec")
             found.note(at, f"a model that takes longer than {limit:g} s to load is killed", "TimeoutStartSec=infinity")
 

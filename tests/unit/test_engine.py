@@ -1,0 +1,43 @@
+"""The engine's condition in one word, the first that is true, and its age."""
+
+from __future__ import annotations
+
+import time
+import types
+
+from shim import errors
+from shim.engine import Engine, Hold
+
+
+def test_the_condition():
+    """Each is set beside what came before it, and outweighs that."""
+    engine = Engine()
+    assert engine.condition == "ok"
+    engine.booting = True
+    assert engine.condition == "loading"
+    engine.booting, engine.loading = False, 1
+    assert engine.condition == "loading"
+    engine.hold = Hold("2 deaths", time.monotonic() + 60)
+    assert engine.condition == "breaker"
+    engine.stalled = "stalled: request 1"
+    assert engine.condition == "stalled"
+    engine.ending = errors.engine_dead()
+    assert engine.condition == "dead"
+    engine.draining = True
+    assert engine.condition == "draining"
+
+
+def test_a_generation_that_is_over_and_a_stop():
+    engine = Engine()
+    engine.generator = types.SimpleNamespace(_generation_failed=True, _stop=False)
+    assert engine.condition == "dead"
+    engine.generator._stop = True
+    assert engine.condition == "draining"
+
+
+def test_the_age_does_not_begin_before_it_is_up():
+    engine = Engine()
+    engine.started -= 3600
+    assert engine.age == 0
+    engine.up_since = time.monotonic() - 5
+    assert 5 <= engine.age < 60
