@@ -211,6 +211,30 @@ class Server:
         return self.alive and status != 200
 
 
+class Kept(Server):
+    """The server as the child of a supervisor, `command`: it may die and come back, on the same port."""
+
+    def __init__(self, line: str, port: int, log: Path, command: list[str]) -> None:
+        self.sockets = []
+        self.port, self.log, self.line = port, log, line
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                command, env=clean_environ(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def dies_and_comes_back(self) -> None:
+        self.ready().send_and_leave(KILLER)
+        assert wait_until(lambda: "exit 70" in self.text(), 30)
+        self.ready()
+
+
 def expect_zombie(server: Server) -> None:
     """The negative control: raise Inconclusive unless the stock fault is there to be seen."""
     if not server.is_zombie():

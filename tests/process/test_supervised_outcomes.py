@@ -1,6 +1,6 @@
 """Each way a server ends, under the real supervisord with the unit that users get: it comes back, or it does not.
 
-A death by a request is in test_supervised.py, a stall in test_headline.py, runit in test_units.py.
+A death by a request is in test_supervised.py, a stall in test_headline.py, all of it under runit in test_runit.py.
 """
 
 from __future__ import annotations

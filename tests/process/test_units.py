@@ -1,58 +1,19 @@
-"""What `python -m shim supervisord` prints, and the recipe for runit in the docs, under the real supervisors."""
+"""What `python -m shim supervisord` prints, under the real supervisord."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 import socket
 import subprocess
 import sys
 import time
 
 import pytest
-from harness import (
-    KILLER,
-    NEWEST,
-    REPO,
-    VENVS,
-    Inconclusive,
-    Server,
-    clean_environ,
-    free_port,
-    need,
-    python_of,
-    wait_until,
-)
+from harness import NEWEST, REPO, VENVS, Inconclusive, Kept, clean_environ, free_port, python_of, wait_until
 
 from shim.units import supervisord
 from shim.units.plan import Unit
 
 SUPERVISORD = "[supervisord]\nnodaemon=true\nlogfile={folder}/supervisord.log\npidfile={folder}/supervisord.pid\n"
-
-
-class Kept(Server):
-    """The server as the child of a supervisor, `command`: it may die and come back, on the same port."""
-
-    def __init__(self, line, port, log, command):
-        self.sockets = []
-        self.port, self.log, self.line = port, log, line
-        with log.open("ab") as out:
-            self.process = subprocess.Popen(
-                command, env=clean_environ(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-            )
-
-    def __exit__(self, *_):
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def dies_and_comes_back(self):
-        self.ready().send_and_leave(KILLER)
-        assert wait_until(lambda: "exit 70" in self.text(), 30)
-        self.ready()
 
 
 def supervise(folder, text):
@@ -70,25 +31,6 @@ def test_the_unit_for_supervisord(tiny, tmp_path):
         cwd=REPO, env=clean_environ(), capture_output=True, text=True, check=True,
     )  # fmt: skip
     with Kept("0.31.3", port, log, supervise(tmp_path, made.stdout)) as server:
-        server.dies_and_comes_back()
-
-
-@pytest.mark.usefixtures("killable")
-def test_the_recipe_for_runit(tiny, tmp_path):
-    runsv, port = need("runsv"), free_port()
-    page = (REPO / "docs" / "supervision.md").read_text()
-    (text,) = re.findall(r"^```sh\n(#!/bin/sh\n.*?)^```", page, re.MULTILINE | re.DOTALL)
-    for name, here in {
-        "/path/to/mlx-lm-shim": str(REPO), "/path/to/venv/bin/python": python_of(NEWEST), "/path/to/model": str(tiny),
-        "8080": str(port),
-    }.items():  # fmt: skip
-        assert text.count(name) == 1
-        text = text.replace(name, here)
-    (tmp_path / "service").mkdir()
-    run = tmp_path / "service" / "run"
-    run.write_text(text)
-    run.chmod(0o755)
-    with Kept(NEWEST, port, tmp_path / "log", [runsv, str(run.parent)]) as server:
         server.dies_and_comes_back()
 
 
