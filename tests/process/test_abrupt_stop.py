@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 
+import pytest
 from harness import NEWEST, Inconclusive, Server, Stream, wait_until
 
 OFF = {"MLX_SHIM_ABRUPT_STOP": "0"}
@@ -103,6 +104,19 @@ def test_one_that_is_served_alone_and_a_second_signal(line, faulty, tmp_path):
         assert time.monotonic() - again < SOON
 
 
+def test_a_signal_that_comes_twice_at_once_is_one(faulty, tmp_path):
+    """As from `timeout`, which signals its child and then the group. The first has been taken up when the second comes."""
+    model = faulty(kind="none", delay=0.02)
+    with Server(NEWEST, model.path, tmp_path / "log", args=model.args) as server:
+        (stream,) = start(server.ready(), 1, max_tokens=100)
+        ask(server, signal.SIGTERM)
+        assert wait_until(lambda: "a second signal ends it at once" in server.text(), 10, step=0.005)
+        ask(server, signal.SIGTERM)
+        assert stream.join().done
+        assert server.wait_exit(30) == 0
+        assert "SIGTERM; in flight: 1 finished, 0 cut short" in last_line(server)
+
+
 def test_served_alone_past_the_drain(faulty, tmp_path):
     model = faulty(kind="none", delay=0.03)
     environ = {"MLX_SHIM_DRAIN": "500ms"}
@@ -164,6 +178,29 @@ def test_a_handler_of_the_program_is_the_programs(tiny, tmp_path):
         assert server.post({"prompt": "x", "max_tokens": 1})[0] == 200
         ask(server, signal.SIGTERM)
         assert server.wait_exit(30) == 5
+
+
+@pytest.mark.parametrize("guard", ["on", "off"])
+def test_a_handler_of_the_program_that_exits(guard, tiny, tmp_path):
+    """Its SystemExit(0) ends main alone: stock waits for the generation thread for ever. Asked to end, it has not died."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "from mlx_lm.server import main\nmain()\n"
+    )
+    state = {"MLX_SHIM_CRASH_LOOP": "1", "MLX_SHIM_STATE_DIR": str(tmp_path / "state")}
+    environ = {"MLX_SHIM": "0"} if guard == "off" else state
+    with Server(NEWEST, tiny, tmp_path / "log", entry=(str(program),), environ=environ) as server:
+        ask(server.ready(), signal.SIGTERM)
+        if guard == "off":
+            time.sleep(3)
+            if not server.alive:
+                raise Inconclusive(f"stock ended by itself with {server.process.returncode}")
+            return
+        assert server.wait_exit(30) == 0
+        (file,) = (tmp_path / "state").glob("*.json")
+        noted = json.loads(file.read_text())
+        assert (noted["deaths"], noted["run"]) == ([], None)
 
 
 def test_a_body_that_is_on_its_way_is_served(tiny, tmp_path):

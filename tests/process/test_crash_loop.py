@@ -9,9 +9,11 @@ import sys
 import time
 
 import pytest
-from harness import KILLER, NEWEST, Inconclusive, Server, free_port, wait_until
+from harness import KILLER, NEWEST, Inconclusive, Server, Stream, free_port, wait_until
 
 pytestmark = pytest.mark.usefixtures("killable")
+
+SOON = 5.0  # seconds; it takes a fraction of one
 
 
 class Place:
@@ -27,10 +29,10 @@ class Place:
         self._tmp_path = tmp_path
         self._starts = 0
 
-    def start(self, **more):
+    def start(self, *, entry=("-m", "mlx_lm", "server"), args=(), **more):
         self._starts += 1
         log = self._tmp_path / f"log{self._starts}"
-        return Server(*self._made, log, port=self.port, environ=self.environ | more)
+        return Server(*self._made, log, entry=entry, args=args, port=self.port, environ=self.environ | more)
 
     def state(self):
         (file,) = self.folder.glob("*.json")
@@ -127,6 +129,86 @@ def refused_with_retry_after(server):
     assert 0 < int(answer.headers["Retry-After"]) <= 6
     assert json.loads(answer.read())["error"]["code"] == "breaker"
     connection.close()
+
+
+ENDS = """
+import os, pathlib, sys, time
+from mlx_lm import server
+def serve(host, port, generator, **_):
+    while not pathlib.Path("enough").exists():
+        time.sleep(0.02)
+    if "{how}" == "without a word":
+        os._exit(0)
+    generator._stop = True  # past stop_and_join, which notes a stop by itself
+    generator.join()
+server._run_http_server = serve
+server.main()
+"""
+
+
+@pytest.mark.parametrize("how", ["by itself", "without a word"])
+def test_a_program_that_ends_by_itself_has_not_died(how, tiny, tmp_path):
+    """Nor does the next start take its last run for a kill; without a word (the control) it does."""
+    program = tmp_path / "program.py"
+    program.write_text(ENDS.format(how=how))
+    place = Place(tmp_path, NEWEST, tiny, "1/10m")
+    with place.start(entry=(str(program),)) as server:
+        assert wait_until(lambda: list(place.folder.glob("*.json")) and place.state()["run"][0] == "up", 60)
+        (tmp_path / "enough").touch()
+        server.wait_exit(30)  # mlx's own teardown may abort
+        assert place.statuses() == []
+        if how == "by itself":
+            assert place.state()["run"] is None
+        elif place.state()["run"] is None:
+            raise Inconclusive("an end without a word is noted")
+
+
+QUEUED = """
+import pathlib, sys, time
+from mlx_lm import server
+module = lambda name: next(m for n, m in sys.modules.items() if n.endswith(name))
+module("shim.ledger").POLL = 60.0  # who waits looks around as it begins to wait, and not again before the stop
+module("shim.drain").on_begin.append(lambda: time.sleep(0.5))  # the generation thread is the first to see the stop
+crash_loop = module("guards.crash_loop")
+stock = crash_loop.wait
+def wait(*args):
+    while not pathlib.Path("queued").exists():
+        time.sleep(0.02)
+    stock(*args)
+crash_loop.wait = wait
+server.main()
+"""
+
+
+def test_a_stop_while_a_start_waits_and_a_request_is_queued(line, faulty, tmp_path):
+    """The request came before the wait began. It is told, and nothing is loaded for it."""
+    model = faulty(kind="none", load_delay=20)
+    program = tmp_path / "program.py"
+    program.write_text(QUEUED)
+    place = Place(tmp_path, line, model.path, "1/10m,60s")
+    with place.start(args=model.args) as server:
+        assert wait_until(model.loaded.exists, 60)
+        os.kill(server.pid, signal.SIGKILL)
+        server.wait_exit()
+    loads = model.loads
+    with place.start(args=model.args, entry=(str(program),)) as server:
+        assert wait_until(lambda: "Starting httpd" in server.text(), 60)
+        stream = Stream(server, {"prompt": "early"})
+        assert wait_until(lambda: health(server)[1]["in_flight"] == 1, 10)
+        (tmp_path / "queued").touch()
+        held(server)
+        asked = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit(30) == 0
+        took = time.monotonic() - asked
+        print(f"{line}: {took:.2f} s from SIGTERM to the end")
+        assert took < SOON
+        assert stream.join().status == 503
+        assert json.loads(stream.lines[-1])["error"]["code"] == "shutting_down"
+        assert model.loads == loads
+        assert "Traceback" not in server.text()
+        assert not any("fatal:" in x for x in server.shim_lines())
+    assert (place.statuses(), place.state()["run"][0]) == ([None], "waiting"), "the next start waits for what is left"
 
 
 def test_boot_failures_count(line, tmp_path):

@@ -9,7 +9,7 @@ import textwrap
 import time
 
 import pytest
-from harness import KILLER, REPO, Server, Stream, clean_environ, expect_zombie, python_of, wait_until
+from harness import KILLER, NEWEST, REPO, Server, Stream, clean_environ, expect_zombie, python_of, wait_until
 
 pytestmark = pytest.mark.usefixtures("killable")
 
@@ -53,6 +53,26 @@ def test_control_for_hooks(line, tiny, tmp_path):
     with Server(line, tiny, tmp_path / "log", entry=entry, environ={"MLX_SHIM": "0"}) as server:
         server.ready().send_and_leave(KILLER)
         expect_zombie(server)
+
+
+UNKNOWN_FACTS = """
+def broken(*_):
+    raise RuntimeError("no facts")
+next(module for name, module in sys.modules.items() if name.endswith("shim.crash_report")).facts = broken
+"""
+
+
+def test_a_report_that_cannot_be_made(tiny, tmp_path):
+    """The clients are told all the same, the line is said, and the status is a death's."""
+    reports = tmp_path / "reports"
+    entry = program(tmp_path, after=UNKNOWN_FACTS)
+    with Server(NEWEST, tiny, tmp_path / "log", entry=entry, environ={"MLX_SHIM_REPORT_DIR": str(reports)}) as server:
+        status, answer = server.ready().post(KILLER)
+        assert (status, answer["error"]["code"]) == (503, "engine_dead")
+        assert server.wait_exit(30) == 70
+        assert "could not gather the facts for a report: RuntimeError('no facts')" in server.text()
+        assert sum("fatal: the generation thread died" in x for x in server.shim_lines()) == 1
+        assert not reports.exists()
 
 
 def test_a_crash_reporter_installed_after_us_still_sees_the_death(line, tiny, tmp_path):

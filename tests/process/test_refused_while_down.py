@@ -96,6 +96,61 @@ def test_who_has_been_let_in_is_answered_and_nobody_else_is_let_in(tiny, tmp_pat
             assert taken.recv(100).startswith(b"POST ")
 
 
+PATIENT = """
+import sys, threading
+from mlx_lm.server import main
+fatal = next(module for name, module in sys.modules.items() if name.endswith("shim.fatal"))
+fatal.LET_IN = 20.0  # the test may be slow to ask
+def tell():
+    while not fatal.begun(1):
+        pass
+    open("ending", "w").close()
+threading.Thread(target=tell, daemon=True).start()
+main()
+"""
+
+
+@pytest.mark.parametrize("drains", ["1", "0"])
+def test_who_was_let_in_as_an_orderly_end_began_is_told(drains, tiny, tmp_path, held):
+    """Connections that had not asked yet. No successor can answer them; without a handler of SIGTERM they are cut."""
+    program = tmp_path / "program.py"
+    program.write_text(PATIENT)
+    port = held.getsockname()[1]
+    options = {"port": port, "entry": (str(program),), "environ": {"MLX_SHIM_ABRUPT_STOP": drains}}
+    with serving_on(held, NEWEST, tiny, tmp_path / "log", **options) as server:
+        early = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(2)]
+        server.sockets += early
+        server.ready()  # it came after them: they have been let in
+        server.process.send_signal(signal.SIGTERM)
+        if drains == "0":
+            server.wait_exit(30)
+            if any(answered(connection) for connection in early):
+                raise Inconclusive("stock answers who has connected before it ends")
+            return
+        assert wait_until((tmp_path / "ending").exists, 30, 0.01)
+        assert server.alive
+        for connection in early:
+            connection.sendall(post(READY))
+            answer = answer_of(connection)
+            assert (answer.status, answer.body["error"]["code"]) == (503, "draining")
+            assert answer.headers["Retry-After"] == "1"
+            connection.close()  # else it would be waited for
+        assert server.wait_exit(10) == 0, "it does not wait for longer than anybody is there"
+
+
+def post(body):
+    raw = json.dumps(body).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw
+
+
+def answered(connection):
+    try:
+        connection.sendall(post(READY))
+        return bool(connection.recv(1))
+    except OSError:
+        return False
+
+
 def test_a_unix_socket(tiny, tmp_path):
     with socket.socket(socket.AF_UNIX) as held:
         held.bind(str(tmp_path / "socket"))

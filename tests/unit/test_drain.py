@@ -132,13 +132,18 @@ def test_a_child_of_a_fork_dies_of_the_signal():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 
-def test_jitter_and_what_is_set():
+def test_jitter_and_what_is_set(engine, monkeypatch):
     assert grown_process.drawn(settings.Settings(), 1.1) == []
     current = settings.Settings(recycle_requests=1000, recycle_age=3600.0)
     limits = grown_process.drawn(current, 1.05)
     assert [(limit.setting, limit.value) for limit in limits] == [
         ("MLX_SHIM_RECYCLE_REQUESTS", 1050), ("MLX_SHIM_RECYCLE_AGE", 3780),
     ]  # fmt: skip
+    monkeypatch.setattr(grown_process, "engine", engine)
+    engine.started -= 7200
+    assert limits[1].read() == 0, "a wait, or a load, is no age"
+    engine.up_since = time.monotonic() - 3600
+    assert 3600 <= limits[1].read() < 3660
     drawn = set()
     for _ in range(100):
         added = []
