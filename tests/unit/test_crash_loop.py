@@ -7,7 +7,6 @@ import os
 import stat
 import threading
 import time
-import types
 
 import pytest
 
@@ -299,19 +298,3 @@ def test_what_is_written_is_read(tmp_path):
     assert state_file.decode(state.encode()) == state
     with pytest.raises(Corrupt):
         state_file.decode(b"\xff")
-
-
-@pytest.mark.parametrize("distributed", [False, True])
-def test_a_stop_during_the_wait_ends_the_loop_that_comes_next(engine, monkeypatch, distributed):
-    """Else it takes a request that is queued, and loads the model for it. Several machines leave their loops together."""
-    monkeypatch.setattr(crash_loop, "engine", engine)
-    engine.generator = types.SimpleNamespace(_stop=False, _is_distributed=distributed)
-    loaded = []
-
-    def stopped_meanwhile(_):
-        engine.draining = True
-
-    monkeypatch.setattr(crash_loop, "_before", stopped_meanwhile)
-    crash_loop._load_default(lambda: loaded.append(1), object(), (), {})
-    assert loaded == []
-    assert engine.generator._stop is not distributed

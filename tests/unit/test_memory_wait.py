@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,19 @@ def test_a_stop_ends_a_wait(engine, monkeypatch):
 def test_what_the_machine_says():
     assert 2**20 < memory.footprint() < memory.total()
     assert 0 < memory.available() <= memory.total()
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_stop_during_the_wait_ends_the_loop_that_comes_next(engine, monkeypatch, distributed):
+    """Else it takes a request that is queued, and loads the model for it. Several machines leave their loops together."""
+    monkeypatch.setattr(crash_loop, "engine", engine)
+    engine.generator = types.SimpleNamespace(_stop=False, _is_distributed=distributed)
+    loaded = []
+
+    def stopped_meanwhile(_):
+        engine.draining = True
+
+    monkeypatch.setattr(crash_loop, "_before", stopped_meanwhile)
+    crash_loop._load_default(lambda: loaded.append(1), object(), (), {})
+    assert loaded == []
+    assert engine.generator._stop is not distributed
