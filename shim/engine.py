@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from .errors import ShimError
+from .memory import Usage
 
 Phase = Literal["queued", "prefill", "decode", "finished"]
 QUEUED: Phase = "queued"  # not yet taken up by the generation thread
@@ -100,6 +101,9 @@ class Engine:
         self.run_error: BaseException | None = None  # what ended it
         self.ending: ShimError | None = None  # what waiting clients are told, once the process is about to end
         self.stalled: str | None = None  # the verdict, while MLX_SHIM_ON_STALL=dump lets a stall be
+        self.pressed: ShimError | None = None  # what new requests are told while memory is short
+        self.memory: Usage | None = None  # as the watchdog last saw it; only where a guard has it look
+        self.overhead = 0  # bytes of the process beside MLX's, with its model up
         self.steps = 0  # of the batch, completed: each owes a token to every request in decode
         self.turns = 0  # of the generation loop, where it asks for the next request
         self.spent = 0  # tokens, of prompts computed and made, for requests that are closed

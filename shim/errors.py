@@ -57,6 +57,10 @@ def breaker(reason: str, seconds_left: int) -> ShimError:
     return ShimError(503, "breaker", f"the model is not being loaded yet: {reason}", seconds_left)
 
 
+def memory_pressure() -> ShimError:
+    return ShimError(503, "memory_pressure", "the server is short of memory", RETRY_AFTER)
+
+
 def request_timeout(seconds: float) -> ShimError:
     return ShimError(504, "request_timeout", f"the request took longer than MLX_SHIM_REQUEST_TIMEOUT, {seconds:g} s")
 

@@ -1,4 +1,4 @@
-"""Bytes of memory, of this process and of the machine. Nothing here asks MLX, or starts a process: some 50 µs.
+"""Bytes of memory, of this process and of the machine. Nothing here starts a process: some 50 µs.
 
 The macOS parts follow Apple's headers and have not been run on a Mac.
 """
@@ -11,6 +11,9 @@ import re
 import resource
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
+
+CRITICAL = 4  # of kern.memorystatus_vm_pressure_level: 1 is normal, 2 a warning
 
 _HOST_VM_INFO64 = 4
 _STATUS = Path("/proc/self/status")
@@ -81,6 +84,43 @@ def _available_on_macos() -> int | None:
         ctypes.c_uint32(system.mach_host_self()), _HOST_VM_INFO64, ctypes.byref(pages), ctypes.byref(count)
     )
     return None if failed else int(pages.free + pages.inactive) * resource.getpagesize()
+
+
+class Usage(NamedTuple):
+    """What a process of MLX holds, in bytes."""
+
+    active: int  # in arrays
+    pool: int  # freed arrays that MLX keeps for the next ones
+    footprint: int
+
+    @property
+    def counted(self) -> int:
+        """The larger of MLX's own count and the system's: neither has everything in it (mlx-lm 1807)."""
+        return max(self.active + self.pool, self.footprint)
+
+
+def usage(mx: Any) -> Usage:
+    """By `mlx.core` and by the system. MLX's two figures are read without waiting for what it computes."""
+    return Usage(mx.get_active_memory(), mx.get_cache_memory(), footprint())
+
+
+def is_critical() -> bool:
+    """Whether macOS says that memory is all but gone. Linux has nothing of the kind: there it is never so."""
+    if sys.platform != "darwin":
+        return False
+    level, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    name = b"kern.memorystatus_vm_pressure_level"
+    failed = ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(level), ctypes.byref(size), None, ctypes.c_size_t(0))
+    return not failed and level.value >= CRITICAL
+
+
+def give_back() -> None:
+    """Have malloc return to the system what is free within it; as long as nobody asks it keeps that for itself."""
+    libc = ctypes.CDLL(None)
+    if sys.platform == "darwin":
+        libc.malloc_zone_pressure_relief(ctypes.c_void_p(), ctypes.c_size_t(0))
+    elif hasattr(libc, "malloc_trim"):  # of glibc
+        libc.malloc_trim(ctypes.c_size_t(0))
 
 
 def _resident(status: str) -> int:

@@ -47,6 +47,7 @@ def install(server: Any, on_start: Callable[[], None]) -> None:
     patch.wrap(server, "ResponseGenerator.generate", _generate)
     patch.wrap(server, "ResponseGenerator._serve_single", _serve_single)
     patch.wrap(server, "ResponseGenerator._next_request", _next_request)
+    patch.wrap(server, "ResponseGenerator._tokenize", patch.after(_tokenized))
     patch.wrap(server, "ResponseGenerator._tokenize", _tokenize)
     patch.wrap(server, "BatchGenerator.insert_segments", patch.after(_inserted))
     patch.wrap(server, "BatchGenerator.next", patch.after(_stepped))
@@ -108,6 +109,12 @@ def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     finally:
         engine.tokenizing = False
+
+
+def _tokenized(generator: Any, args: Any, kwargs: Any, result: Any) -> None:
+    entry = engine.entry_of(args[1] if len(args) > 1 else kwargs.get("request"))
+    if entry is not None:
+        entry.total = len(result[0])
 
 
 def entries_of(batch: Any) -> dict[int, Entry]:

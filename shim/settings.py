@@ -7,8 +7,9 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
+from . import memory
 from .breaker import MOST, Limit
 from .guards import GUARDS
 
@@ -16,6 +17,7 @@ PREFIX = "MLX_SHIM"
 KILL_SWITCH = PREFIX
 OFF, ON = ("0", "off", "false", "no"), ("1", "on", "true", "yes")
 SMALLEST_KV_SIZE = 16
+AUTO_MARGIN = 4 << 30  # bytes wired beside a model that is large for the machine
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -41,6 +43,51 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ValueError("accepted: a size such as 1048576, 512K, 64M or 12G")
     return int(float(match[1]) * 1024 ** ("", "K", "M", "G", "T").index(match[2].upper()))
+
+
+def parse_memory(text: str) -> int:
+    """Bytes from a size, or from a share of the machine's memory such as 80%. Raises ValueError saying what is accepted."""
+    share = re.fullmatch(r"(\d{1,2}(?:\.\d+)?|100)\s*%", text.strip())
+    if share is not None:
+        return int((memory.total() or 0) * float(share[1]) / 100)
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ValueError("accepted: a size such as 48G, or a share of the machine's memory such as 80%") from None
+
+
+def parse_optional_size(text: str) -> int | None:
+    """Bytes from a size, or None for stock. Raises ValueError saying what is accepted."""
+    if text.strip().lower() == "stock":
+        return None
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ValueError("accepted: stock, or a size such as 512M or 12G") from None
+
+
+class Wired(NamedTuple):
+    """How much may be wired at most: `size` bytes, beside the model's where `model` says so."""
+
+    size: int = 0
+    model: bool = False
+    auto: bool = False  # none for a model that leaves enough room; for a larger one the model and `size`
+
+
+def parse_wired(text: str) -> Wired | None:
+    """None for stock; off, a size, a share of memory, model+SIZE, or auto. Raises ValueError saying what is accepted."""
+    word = text.strip().lower()
+    if word == "stock":
+        return None
+    try:
+        if word in OFF:
+            return Wired()
+        if word == "auto":
+            return Wired(AUTO_MARGIN, model=True, auto=True)
+        beside = word.removeprefix("model+")
+        return Wired(parse_memory(beside), model=beside != word)
+    except ValueError:
+        raise ValueError("accepted: stock, off, auto, a size such as 12G, a share such as 60%, or model+4G") from None
 
 
 def parse_count(text: str) -> int:
@@ -212,6 +259,29 @@ class Settings:
         "", "name", str.strip,
         "the key in the plist's Sockets of the socket that launchd passes in; systemd's LISTEN_FDS needs no setting",
         "refused_while_down",
+    )  # fmt: skip
+    wired: Wired | None = _setting(  # noqa: RUF009 - a tuple, as immutable as the others
+        "stock", "stock, off, auto, size, share or model+size", parse_wired,
+        "how much memory mlx_lm may wire at most, where stock wires all that Metal recommends. auto: none while the model "
+        "is below 60 % of the machine's memory, else model+4G", "overwired_memory",
+    )  # fmt: skip
+    memory_limit: int | None = _setting(
+        "stock", "size", parse_optional_size,
+        "for mx.set_memory_limit: above it MLX gives back what it has kept (a guideline, not a cap)", "hoarded_buffers",
+    )  # fmt: skip
+    cache_limit: int | None = _setting(
+        "stock", "size", parse_optional_size,
+        "for mx.set_cache_limit: what MLX keeps at most of freed memory; 0 keeps nothing", "hoarded_buffers",
+    )  # fmt: skip
+    memory_soft: int = _setting(
+        "0", "size or share", parse_memory,
+        "with so much in use caches are trimmed, and then new requests are 503 until it is less; 80% is of the machine's "
+        "memory; 0 is off", "exhausted_memory",
+    )  # fmt: skip
+    memory_hard: int = _setting(
+        "0", "size or share", parse_memory,
+        "with so much in use the largest requests are ended with an error, and then the process is replaced (75); a prompt "
+        "that could not fit below it is 400; 0 is off", "exhausted_memory",
     )  # fmt: skip
     guards_off: frozenset[str] = frozenset()
 

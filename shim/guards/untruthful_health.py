@@ -50,10 +50,13 @@ def _do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         "seconds_since_delivery": round(engine.clock - engine.delivered, 1) if engine.deliveries else None,
         "uptime": round(engine.uptime, 1),
         "counters": engine.counters,
+        **(
+            {} if engine.memory is None else {"memory": engine.memory._asdict() | {"short": engine.pressed is not None}}
+        ),
         "shim": __version__,
         "guards": {name: state.kind for name, state in report.states.items()},
     }
-    good = now in _GOOD[path]
+    good = now in _GOOD[path] and (engine.pressed is None or path != "/health/ready")
     http.send(instance, 200 if good else 503, json.dumps(body).encode(), None if good else left)
     return None
 

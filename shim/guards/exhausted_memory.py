@@ -1,0 +1,191 @@
+"""Memory is taken until there is none: macOS panics, or kills the server with everybody's requests.
+
+Here, where MLX_SHIM_MEMORY_SOFT or _HARD is set, the watchdog looks once a second at what is in use, the larger of
+MLX's count and the process's footprint. Above soft, what is free to go goes: what MLX and malloc keep, then entries of
+the prompt cache; if that is not enough new requests are 503 `memory_pressure`. Above hard the largest requests are
+ended with that error, one after another, and if it stays there the process is drained and replaced (75).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from .. import drain, fatal, memory, patch, report, settings, watchdog
+from ..engine import FINISHED, Entry, engine
+from ..errors import memory_pressure
+from ..memory import Usage, shown
+from . import require
+
+UPSTREAM = "mlx-lm 854, 883, 1390, 1480, 1666; mlx 3186, 3346"
+MODULE = "mlx_lm.server"
+
+EVERY = 1.0  # seconds between two looks
+RELEASE = 0.95  # of soft, below which new requests are let in again
+# Seconds above hard, without anybody having been ended meanwhile, until the process is replaced: with nobody left to end,
+# and with one whose end waits for a step of the engine.
+GRACE, STEP_GRACE = 10.0, 60.0
+
+
+def probe(server: Any) -> None:
+    require(
+        server, "mx.get_active_memory", "mx.get_cache_memory", "mx.clear_cache", "ResponseGenerator._next_request",
+        "APIHandler.handle_completion", "LRUPromptCache.trim_to",
+    )  # fmt: skip
+
+
+def apply(server: Any) -> None:
+    soft, hard = settings.current.memory_soft, settings.current.memory_hard
+    if not soft and not hard:
+        return
+    if soft and hard and soft > hard:
+        report.line(
+            f"MLX_SHIM_MEMORY_SOFT, {shown(soft)}, is above MLX_SHIM_MEMORY_HARD, {shown(hard)}, and is held to that"
+        )
+    guard = _Guard(server.mx, min(soft or hard, hard or soft), hard)
+    drain.install(server)
+    watchdog.add(guard)
+    patch.wrap(server, "ResponseGenerator._next_request", guard.next_request)
+    patch.wrap(server, "APIHandler.handle_completion", _handle_completion)
+
+
+def _handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    if engine.pressed is not None:
+        raise engine.pressed
+    return wrapped(*args, **kwargs)
+
+
+class _Guard:
+    """Judges in the watchdog's thread; trims in the generation thread, which is the only one that uses the caches."""
+
+    def __init__(self, mx: Any, soft: int, hard: int) -> None:
+        self._mx = mx
+        self.soft, self.hard = soft, hard
+        self._looked = 0.0
+        self._begun = False
+        self._above = False  # soft, when it last looked
+        self._excess = 0  # bytes the generation thread is asked to let go of
+        self._hard_since: float | None = None  # or since the last request was ended for it
+        self._ended: Entry | None = None  # the last of them
+        self._replacing = False
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < EVERY or not self._begun:
+            return
+        self._looked = now
+        engine.memory = usage = memory.usage(self._mx)
+        self._judge_soft(usage)
+        if self.hard and not engine.rank:  # whose requests they are is known to rank 0 alone
+            self._judge_hard(usage, now)
+
+    def _begin(self, usage: Usage) -> None:
+        """With its model up. A limit below that would turn everybody away, or have the process replaced for ever."""
+        engine.overhead = max(0, usage.footprint - usage.active - usage.pool)
+        for name in ("soft", "hard"):
+            limit = getattr(self, name)
+            if limit and usage.counted >= limit:
+                setattr(self, name, 0)
+                report.line(
+                    f"{settings.variable('memory_' + name)}, {shown(limit)}, is left out: with its model up the process "
+                    f"has {shown(usage.counted)} already"
+                )
+
+    def _judge_soft(self, usage: Usage) -> None:
+        critical = memory.is_critical()
+        above = critical or (self.soft > 0 and usage.counted >= self.soft)
+        if above:
+            self._excess = max(1, usage.counted - int(self.soft * RELEASE)) if self.soft else 1
+        if above and self._above and engine.pressed is None:
+            report.line(
+                f"memory: {_told(usage)}, {'macOS says critical' if critical else f'soft is {shown(self.soft)}'}: "
+                "new requests are 503 until it is less"
+            )
+            engine.pressed = memory_pressure()
+        elif engine.pressed is not None and not critical and usage.counted < self.soft * RELEASE:
+            report.line(f"memory: {_told(usage)}: new requests are let in again")
+            engine.pressed = None
+        self._above = above
+
+    def _judge_hard(self, usage: Usage, now: float) -> None:
+        if usage.counted < self.hard:
+            if self._hard_since is not None:
+                report.line(f"memory: {_told(usage)}: below hard again")
+            self._hard_since = self._ended = None
+            return
+        if self._hard_since is None:
+            self._hard_since = now
+            report.line(
+                f"memory: {_told(usage)}, hard is {shown(self.hard)}: the largest requests are ended until it is less"
+            )
+        engine.pressed = engine.pressed or memory_pressure()
+        waiting = self._ended is not None and self._is_held(self._ended)  # what it has cannot be free yet
+        victim = None if waiting else self._largest()
+        if victim is not None:
+            self._end(victim, now)
+        elif (
+            now - self._hard_since >= (STEP_GRACE if waiting else GRACE) and not engine.closing and not self._replacing
+        ):
+            self._replacing = True
+            why = f"memory: {_told(usage)}, still above hard, {shown(self.hard)}"
+            drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, {"memory": usage._asdict() | {"hard": self.hard}}))
+
+    def _end(self, victim: Entry, now: float) -> None:
+        report.line(f"memory: request {victim.id} ({_size(victim)} tokens) is ended")
+        self._ended, self._hard_since = victim, now
+        if victim.queue is not None:
+            victim.queue.fail(memory_pressure())
+        engine.stop(victim)
+
+    @staticmethod
+    def _is_held(entry: Entry) -> bool:
+        """Whether the generation thread still has it."""
+        return entry.phase != FINISHED and (entry.id in engine.entries or entry.id in engine.leaving)
+
+    @staticmethod
+    def _largest() -> Entry | None:
+        """In a batch every sequence takes as much as the longest: no other frees as much. The youngest of equals."""
+        able = [e for e in list(engine.entries.values()) if not e.stopped and e.phase != FINISHED]
+        return max(able, key=lambda e: (_size(e), e.id), default=None)
+
+    def next_request(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        """Once a turn of the generation loop, first with the model up and nothing in the batch."""
+        if self._excess or not self._begun:
+            excess, self._excess = self._excess, 0
+            try:
+                if not self._begun:
+                    self._begun = True
+                    self._begin(memory.usage(self._mx))
+                else:
+                    self._trim(instance, excess)
+            except Exception as error:  # here it would be a death
+                report.once(f"memory: {error!r}")
+        return wrapped(*args, **kwargs)
+
+    def _trim(self, generator: Any, excess: int) -> None:
+        """First what nobody has any use for, then entries of the prompt cache, as many as it takes."""
+        before = memory.usage(self._mx)
+        self._mx.clear_cache()
+        memory.give_back()
+        left = excess - (before.counted - memory.usage(self._mx).counted)
+        held = 0
+        if left > 0 and not engine.distributed:  # the prompt caches of ranks have to be the same
+            held = generator.prompt_cache.nbytes
+            generator.prompt_cache.trim_to(n_bytes=held - left)
+            held -= generator.prompt_cache.nbytes
+            self._mx.clear_cache()
+            memory.give_back()
+        after = memory.usage(self._mx)
+        report.debug(
+            f"memory: {shown(before.counted)} before and {shown(after.counted)} after a trim, {shown(held)} of entries"
+        )
+
+
+def _size(entry: Entry) -> int:
+    """Tokens that are, or will be when its prompt is done, in the cache."""
+    return max(entry.total, entry.processed) + entry.tokens
+
+
+def _told(usage: Usage) -> str:
+    pool = f" and {shown(usage.pool)} of pool" if usage.pool else ""
+    return f"{shown(usage.counted)} in use (MLX {shown(usage.active)}{pool}, footprint {shown(usage.footprint)})"

@@ -1,0 +1,37 @@
+"""MLX keeps the memory of freed arrays for the next ones, as much as there ever was of it, and nothing bounds that.
+
+Here MLX_SHIM_CACHE_LIMIT and MLX_SHIM_MEMORY_LIMIT go to `mx.set_cache_limit` and `mx.set_memory_limit` before the first
+model is loaded. The first bounds what is kept. The second is a guideline: above it MLX gives back what it has kept
+before it takes more, and takes more all the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import memory, patch, report, settings
+from . import require
+
+UPSTREAM = "mlx-lm 828; FAILURE_MODES M8"
+MODULE = "mlx_lm.server"
+
+
+def probe(server: Any) -> None:
+    require(server, "mx.set_cache_limit", "mx.set_memory_limit", "ResponseGenerator.__init__")
+
+
+def apply(server: Any) -> None:
+    limits = {"set_memory_limit": settings.current.memory_limit, "set_cache_limit": settings.current.cache_limit}
+    wanted = {name: size for name, size in limits.items() if size is not None}
+
+    def starts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        for name, size in wanted.items():
+            try:
+                before = getattr(server.mx, name)(size)
+                report.once(f"mx.{name} is {memory.shown(size)}, it was {memory.shown(before)}")
+            except Exception as error:  # the server starts all the same
+                report.line(f"mx.{name}({size}) failed: {error!r}")
+        return wrapped(*args, **kwargs)
+
+    if wanted:
+        patch.wrap(server, "ResponseGenerator.__init__", starts)

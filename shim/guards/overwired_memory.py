@@ -1,0 +1,95 @@
+"""Stock wires all the memory that Metal recommends: macOS cannot take back a byte of it, and has panicked for that.
+
+Here MLX_SHIM_WIRED says how much mlx_lm may wire at most. What it asks for through `mx.set_wired_limit` is held to that
+at every one of its call sites; other users of mlx are not. A model near the size of the memory needs wiring to decode
+at its speed (43 to 150 times slower without): `auto` and model+SIZE go by the size of the one that is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .. import memory, report, settings
+from ..engine import engine
+from ..settings import Wired
+from . import Incompatible, require
+
+UPSTREAM = "mlx-lm 883, 1252, 1666; mlx 3186, 3346"
+MODULE = "mlx_lm.server"
+NEEDS = "wired"
+
+# Where a server calls it: at its start, in every BatchGenerator, around a request that is served alone.
+SITES = ("mlx_lm.server", "mlx_lm.generate", "mlx_lm.utils")
+AUTO_SHARE = 0.6  # of the machine's memory: a model below it leaves enough to go without
+
+
+def probe(server: Any) -> None:
+    require(server, "mx.set_wired_limit", "ModelProvider", "BatchGenerator")
+    if _views():
+        raise Incompatible("mx is wrapped already")
+
+
+def apply(server: Any) -> None:
+    for site in SITES:
+        module = importlib.import_module(site)
+        if hasattr(module, "mx"):
+            module.mx = _View(module.mx)  # type: ignore[attr-defined]
+
+
+def _views() -> list[str]:
+    return [site for site in SITES if isinstance(getattr(importlib.import_module(site), "mx", None), _View)]
+
+
+class _View:
+    """`mlx.core` as mlx_lm's modules see it: all of it, whatever others change in it, and one function replaced."""
+
+    def __init__(self, mx: Any) -> None:
+        object.__setattr__(self, "_mx", mx)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._mx, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._mx, name)
+
+    def set_wired_limit(self, limit: int) -> int:
+        """As mx.set_wired_limit, of no more than MLX_SHIM_WIRED allows: bytes, the earlier limit."""
+        allowed = min(limit, most(settings.current.wired, _model_bytes(self._mx)))
+        if allowed < limit:
+            report.once(f"mlx_lm may wire {memory.shown(allowed)} rather than {memory.shown(limit)} (MLX_SHIM_WIRED)")
+        before: int = self._mx.set_wired_limit(allowed)
+        return before
+
+
+def most(policy: Wired | None, model: int) -> float:
+    """Bytes that may be wired beside a model of so many. Before one is loaded there is nothing to wire it for."""
+    if policy is None:
+        return float("inf")
+    if policy.auto and model < AUTO_SHARE * (memory.total() or 0):
+        return 0
+    if policy.model:
+        return model + policy.size if model else 0
+    return policy.size
+
+
+def _model_bytes(mx: Any) -> int:
+    """Of the loaded model and its draft model, each array once; nothing is evaluated."""
+    provider = getattr(engine.generator, "model_provider", None)
+    arrays: dict[int, int] = {}
+    for model in (getattr(provider, "model", None), getattr(provider, "draft_model", None)):
+        _weigh(model.parameters() if model is not None else None, mx.array, arrays)
+    return sum(arrays.values())
+
+
+def _weigh(tree: Any, array: type, arrays: dict[int, int]) -> None:
+    if isinstance(tree, array):
+        arrays[id(tree)] = tree.nbytes  # type: ignore[attr-defined]
+    elif isinstance(tree, dict):
+        _weigh(list(tree.values()), array, arrays)
+    elif isinstance(tree, list | tuple):
+        for branch in tree:
+            _weigh(branch, array, arrays)
