@@ -3,7 +3,8 @@
 Here, where MLX_SHIM_MEMORY_SOFT or _HARD is set, the watchdog looks once a second at what is in use, the larger of
 MLX's count and the process's footprint. Above soft, what is free to go goes: what MLX and malloc keep, then entries of
 the prompt cache; if that is not enough new requests are 503 `memory_pressure`. Above hard the largest requests are
-ended with that error, one after another, and if it stays there the process is drained and replaced (75).
+ended with that error, one after another. What stays above, with nobody left to free anything, is drained and replaced
+(75).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ MODULE = "mlx_lm.server"
 
 EVERY = 1.0  # seconds between two looks
 RELEASE = 0.95  # of soft, below which new requests are let in again
-# Seconds above hard, without anybody having been ended meanwhile, until the process is replaced: with nobody left to end,
-# and with one whose end waits for a step of the engine.
+# Seconds until the process is replaced: above soft with nobody served, or above hard with nobody left to end; and above
+# hard with one whose end waits for a step of the engine.
 GRACE, STEP_GRACE = 10.0, 60.0
 
 
@@ -64,9 +65,11 @@ class _Guard:
         self._looked = 0.0
         self._begun = False
         self._above = False  # soft, when it last looked
+        self._relieved = False  # whether a trim since then was enough
         self._excess = 0  # bytes the generation thread is asked to let go of
         self._hard_since: float | None = None  # or since the last request was ended for it
         self._ended: Entry | None = None  # the last of them
+        self._stuck_since: float | None = None  # above soft, with nobody served
         self._replacing = False
 
     def __call__(self) -> None:
@@ -74,8 +77,12 @@ class _Guard:
         if now - self._looked < EVERY or not self._begun:
             return
         self._looked = now
-        engine.memory = usage = memory.usage(self._mx)
-        self._judge_soft(usage)
+        usage = memory.usage(self._mx)
+        if self.soft and usage.counted >= self.soft and usage.footprint > usage.active + usage.pool:
+            memory.give_back()  # malloc alone may be what keeps it
+            usage = memory.usage(self._mx)
+        engine.memory = usage
+        self._judge_soft(usage, now)
         if self.hard and not engine.rank:  # whose requests they are is known to rank 0 alone
             self._judge_hard(usage, now)
 
@@ -90,22 +97,26 @@ class _Guard:
                     f"{settings.variable('memory_' + name)}, {shown(limit)}, is left out: with its model up the process "
                     f"has {shown(usage.counted)} already"
                 )
+        self.soft = self.soft or self.hard
 
-    def _judge_soft(self, usage: Usage) -> None:
-        critical = memory.is_critical()
-        above = critical or (self.soft > 0 and usage.counted >= self.soft)
-        if above:
+    def _judge_soft(self, usage: Usage, now: float) -> None:
+        critical, short = memory.is_critical(), engine.pressed is not None
+        full = self.soft > 0 and usage.counted >= self.soft
+        low = usage.counted < self.soft * RELEASE or not self.soft
+        relieved, self._relieved = self._relieved, False
+        if full or critical or (short and not low):
             self._excess = max(1, usage.counted - int(self.soft * RELEASE)) if self.soft else 1
-        if above and self._above and engine.pressed is None:
-            report.line(
-                f"memory: {_told(usage)}, {'macOS says critical' if critical else f'soft is {shown(self.soft)}'}: "
-                "new requests are 503 until it is less"
-            )
+        if (full or critical) and self._above and not relieved and not short:
+            limit = f"soft is {shown(self.soft)}" if full else "macOS says critical"
+            report.line(f"memory: {_told(usage)}, {limit}: new requests are 503 until it is less")
             engine.pressed = memory_pressure()
-        elif engine.pressed is not None and not critical and usage.counted < self.soft * RELEASE:
+        elif short and not (full or critical) and (low or _is_idle()):  # idle, nothing more is to be expected
             report.line(f"memory: {_told(usage)}: new requests are let in again")
             engine.pressed = None
-        self._above = above
+        self._above = full or critical
+        self._stuck_since = (self._stuck_since or now) if full and short and _is_idle() else None
+        if self._stuck_since is not None and now - self._stuck_since >= GRACE:
+            self._replace(f"memory: {_told(usage)} with nobody served, soft is {shown(self.soft)}", usage)
 
     def _judge_hard(self, usage: Usage, now: float) -> None:
         if usage.counted < self.hard:
@@ -115,23 +126,23 @@ class _Guard:
             return
         if self._hard_since is None:
             self._hard_since = now
-            report.line(
-                f"memory: {_told(usage)}, hard is {shown(self.hard)}: the largest requests are ended until it is less"
-            )
-        engine.pressed = engine.pressed or memory_pressure()
+            report.line(f"memory: {_told(usage)}, hard is {shown(self.hard)}: new requests are 503 until it is less")
+            engine.pressed = engine.pressed or memory_pressure()
+            return  # the next look is after a trim, for which the engine was asked just now
         waiting = self._ended is not None and self._is_held(self._ended)  # what it has cannot be free yet
         victim = None if waiting else self._largest()
         if victim is not None:
             self._end(victim, now)
-        elif (
-            now - self._hard_since >= (STEP_GRACE if waiting else GRACE) and not engine.closing and not self._replacing
-        ):
+        elif now - self._hard_since >= (STEP_GRACE if waiting else GRACE):
+            self._replace(f"memory: {_told(usage)}, still above hard, {shown(self.hard)}", usage)
+
+    def _replace(self, why: str, usage: Usage) -> None:
+        if not (self._replacing or engine.closing or engine.rank):
             self._replacing = True
-            why = f"memory: {_told(usage)}, still above hard, {shown(self.hard)}"
-            drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, {"memory": usage._asdict() | {"hard": self.hard}}))
+            drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, {"memory": usage._asdict()}))
 
     def _end(self, victim: Entry, now: float) -> None:
-        report.line(f"memory: request {victim.id} ({_size(victim)} tokens) is ended")
+        report.line(f"memory: still above hard, request {victim.id} ({_size(victim)} tokens) is ended")
         self._ended, self._hard_since = victim, now
         if victim.queue is not None:
             victim.queue.fail(memory_pressure())
@@ -176,9 +187,14 @@ class _Guard:
             self._mx.clear_cache()
             memory.give_back()
         after = memory.usage(self._mx)
+        self._relieved = after.counted < self.soft
         report.debug(
             f"memory: {shown(before.counted)} before and {shown(after.counted)} after a trim, {shown(held)} of entries"
         )
+
+
+def _is_idle() -> bool:
+    return not (engine.entries or engine.leaving)
 
 
 def _size(entry: Entry) -> int:

@@ -1,0 +1,48 @@
+"""Tiny llamas that hold much memory where a test wants it: in the cache of their keys and values, or in their weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+
+from shim.cli import tiny_model
+
+HIDDEN, KV_HEADS, FLOAT32 = tiny_model.HIDDEN, 1, 4
+# A cache that is not part of a batch grows by so many tokens at a time, and holds them whether they are used or not.
+STEP = 256
+
+
+def bytes_per_token(head_dim: int, layers: int = 1) -> int:
+    """What one token takes in a cache of the model: its keys and its values in every layer."""
+    return 2 * layers * KV_HEADS * head_dim * FLOAT32
+
+
+def weight_bytes(feed_forward: int, layers: int = 1) -> int:
+    """What the greater part of the weights takes."""
+    return 3 * layers * feed_forward * HIDDEN * FLOAT32
+
+
+def big_kv_model(path: Path, *, head_dim: int = 4096, layers: int = 1, feed_forward: int = 64) -> Path:
+    """Write a llama in float32 whose cache takes `bytes_per_token(head_dim, layers)` a token: by default 32 KiB.
+
+    Its tokens are bytes (tiny_model's). One served alone is kept in steps of 256 tokens, 8 MiB by default; one out of a
+    batch to the token. `feed_forward` makes the weights large: `weight_bytes(feed_forward, layers)`.
+    """
+    shape = {"num_hidden_layers": layers, "num_attention_heads": 1, "num_key_value_heads": KV_HEADS}
+    tiny_model.make(path, **shape, head_dim=head_dim, intermediate_size=feed_forward)
+    mx.random.seed(0)
+    shapes = {"model.embed_tokens.weight": (tiny_model.VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.{name}.weight": (HIDDEN,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (KV_HEADS * head_dim, HIDDEN) for name in "qkv"}
+        shapes[f"{at}.self_attn.o_proj.weight"] = (HIDDEN, head_dim)
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (feed_forward, HIDDEN) for name in ("gate", "up")}
+        shapes[f"{at}.mlp.down_proj.weight"] = (HIDDEN, feed_forward)
+    weights = {
+        name: mx.ones(shape) if len(shape) == 1 else mx.random.normal(shape) * shape[-1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
+    return path

@@ -1,0 +1,244 @@
+"""Soft and hard: what is done at which figure, by a clock and figures of the test's own."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from shim import drain, fatal, memory
+from shim.engine import DECODE
+from shim.guards import exhausted_memory
+from shim.memory import Usage
+
+MIB = 2**20
+
+
+@pytest.fixture
+def guard(engine, lines, monkeypatch):
+    """A guard with soft 800 and hard 1000 MiB. `look(mib)` has it look a second later; `.orders` are those to the drain."""
+    monkeypatch.setattr(exhausted_memory, "engine", engine)
+    clock, orders, critical = [1000.0], [], [False]
+    monkeypatch.setattr(exhausted_memory, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(memory, "give_back", lambda: None)
+    monkeypatch.setattr(memory, "is_critical", lambda: critical[0])
+    monkeypatch.setattr(drain, "ask", orders.append)
+
+    def make(soft=800, hard=1000, begin=200):
+        made = exhausted_memory._Guard(None, soft * MIB, hard * MIB)
+        now = [begin]
+        monkeypatch.setattr(memory, "usage", lambda mx: Usage((now[0] - 50) * MIB, 10 * MIB, now[0] * MIB))
+        made.next_request(lambda: None, None, (), {})
+
+        def look(figure, seconds=1.0, macos=False):
+            now[0], critical[0] = figure, macos
+            clock[0] += seconds
+            made()
+            return made
+
+        return types.SimpleNamespace(look=look, guard=made, orders=orders, lines=lines)
+
+    return make
+
+
+def victims(engine):
+    return [entry.id for entry in engine.entries.values() if entry.stopped]
+
+
+def running(request_, tokens):
+    entry, queue = request_()
+    entry.phase, entry.total = DECODE, tokens
+    return entry, queue
+
+
+def test_above_soft_it_trims_first_and_then_turns_away(guard, engine, request_):
+    running(request_, 10)
+    it = guard()
+    it.look(700)
+    assert engine.pressed is None
+    assert it.guard._excess == 0
+    it.look(810)
+    assert it.guard._excess == (810 - 760) * MIB
+    assert engine.pressed is None, "trimming may be enough"
+    it.look(810)
+    assert engine.pressed.status == 503
+    assert engine.pressed.code == "memory_pressure"
+    assert engine.pressed.retry_after
+    it.look(790)
+    assert engine.pressed is not None, "just below soft is no relief"
+    it.look(750)
+    assert engine.pressed is None
+    assert len(it.lines) == 2
+    assert "soft is 800.0 MiB" in it.lines[0]
+
+
+def test_a_moment_above_soft_turns_nobody_away(guard, engine):
+    it = guard()
+    for figure in (810, 700, 810, 700):
+        it.look(figure)
+        assert engine.pressed is None
+    assert it.lines == []
+
+
+def test_as_long_as_trimming_is_enough_nobody_is_turned_away(guard, engine, monkeypatch):
+    """Whatever is allocated between two looks."""
+    calls = []
+    it = guard()
+    it.guard._mx = types.SimpleNamespace(clear_cache=lambda: calls.append("clear"))
+    generator = types.SimpleNamespace(prompt_cache=types.SimpleNamespace(nbytes=0))
+    for n in range(3):
+        it.look(810)
+        monkeypatch.setattr(memory, "usage", lambda mx: Usage(0, 0, (810 if len(calls) == n else 700) * MIB))  # noqa: B023
+        it.guard.next_request(lambda: None, generator, (), {})
+        assert engine.pressed is None, n
+    assert len(calls) == 3
+
+
+def test_what_malloc_alone_keeps_is_given_back_at_once(guard, engine, monkeypatch):
+    it = guard()
+    monkeypatch.setattr(
+        memory, "give_back", lambda: monkeypatch.setattr(memory, "usage", lambda mx: Usage(0, 0, 300 * MIB))
+    )
+    it.look(1001)
+    assert it.guard._excess == 0
+    assert engine.memory.counted == 300 * MIB
+    assert it.lines == []
+
+
+def test_macos_saying_critical_is_as_soft(guard, engine):
+    it = guard()
+    it.look(300, macos=True)
+    it.look(300, macos=True)
+    assert engine.pressed is not None
+    assert "macOS says critical" in it.lines[0]
+    it.look(300)
+    assert engine.pressed is None
+
+
+def test_above_hard_the_largest_goes_then_the_next_once_the_first_is_let_go(guard, engine, request_):
+    small, _ = running(request_, 10)
+    large, queue = running(request_, 500)
+    young, _ = running(request_, 10)
+    it = guard()
+    it.look(1001)
+    assert victims(engine) == [], "trimming may be enough"
+    assert it.guard._excess
+    assert engine.pressed is not None, "nobody new meanwhile"
+    it.look(1001)
+    assert victims(engine) == [large.id]
+    assert queue.get_nowait().code == "memory_pressure"
+    it.look(1001)
+    assert victims(engine) == [large.id], "what it has cannot be free yet"
+    engine.close(large)
+    it.look(1001)
+    assert victims(engine) == [], "it is computed until the engine lets go of it"
+    engine.let_go(large)
+    it.look(1001)
+    assert victims(engine) == [young.id], "the youngest of equals"
+    engine.close(young)
+    engine.let_go(young)
+    it.look(700)
+    assert not small.stopped
+    assert it.orders == []
+    assert [line.split(", ")[1] for line in it.lines if "ended" in line] == [
+        f"request {large.id} (500 tokens) is ended", f"request {young.id} (10 tokens) is ended",
+    ]  # fmt: skip
+
+
+def test_between_release_and_soft_it_is_trimmed_on_and_let_in_when_idle(guard, engine, request_):
+    """Else it would refuse everybody for ever, with room to spare."""
+    entry, _ = running(request_, 10)
+    it = guard()
+    it.look(810)
+    it.look(810)
+    it.guard._excess = 0
+    it.look(780)
+    assert engine.pressed is not None
+    assert it.guard._excess == 20 * MIB
+    engine.close(entry)
+    engine.let_go(entry)
+    it.look(780)
+    assert engine.pressed is None
+
+
+def test_what_refuses_everybody_for_good_is_replaced(guard, engine, request_):
+    entry, _ = running(request_, 10)
+    it = guard()
+    for _ in range(30):
+        it.look(810)
+    assert it.orders == [], "somebody is served"
+    engine.close(entry)
+    engine.let_go(entry)
+    it.look(810)
+    it.look(810, exhausted_memory.GRACE - 1)
+    assert it.orders == []
+    it.look(810)
+    assert [order.status for order in it.orders] == [fatal.EX_TEMPFAIL]
+    assert "with nobody served, soft is 800.0 MiB" in it.orders[0].why
+
+
+def test_above_hard_with_nobody_to_end_it_is_replaced_once(guard):
+    it = guard()
+    it.look(1001)
+    it.look(1001, exhausted_memory.GRACE - 2)
+    assert it.orders == []
+    it.look(1001, 3)
+    it.look(1001, 3)
+    assert [order.status for order in it.orders] == [fatal.EX_TEMPFAIL]
+    assert "still above hard, 1000.0 MiB" in it.orders[0].why
+
+
+def test_a_long_step_is_given_longer(guard, engine, request_):
+    running(request_, 10)
+    it = guard()
+    it.look(1001)
+    it.look(1001)
+    it.look(1001, exhausted_memory.STEP_GRACE - 2)
+    assert it.orders == []
+    it.look(1001, 3)
+    assert len(it.orders) == 1
+
+
+def test_a_request_ended_starts_the_grace_anew(guard, engine, request_):
+    it = guard()
+    it.look(1001)
+    it.look(1001, exhausted_memory.GRACE - 2)
+    entry, _ = running(request_, 10)
+    it.look(1001)
+    engine.close(entry)
+    engine.let_go(entry)
+    it.look(1001, exhausted_memory.GRACE - 2)
+    assert it.orders == []
+    it.look(1001, 3)
+    assert len(it.orders) == 1
+
+
+def test_a_limit_below_the_model_is_left_out(guard, engine, request_):
+    running(request_, 10)
+    it = guard(begin=900)
+    assert it.lines == [
+        "MLX_SHIM_MEMORY_SOFT, 800.0 MiB, is left out: with its model up the process has 900.0 MiB already"
+    ]
+    for _ in range(3):
+        it.look(950)
+    assert engine.pressed is None
+    it.look(1001)
+    assert engine.pressed is not None, "hard is in force"
+    it.look(970)
+    assert engine.pressed is not None
+    it.look(949)
+    assert engine.pressed is None, "with no soft, it is hard"
+
+
+def test_with_both_left_out_macos_alone_decides(guard, engine):
+    it = guard(begin=1100)
+    assert len(it.lines) == 2
+    for macos in (True, True, False):
+        it.look(1200, macos=macos)
+        assert (engine.pressed is not None) is (macos and len(it.lines) > 2)
+    assert it.orders == []
+
+
+def test_the_overhead_is_what_mlx_does_not_count(guard, engine):
+    guard(begin=200)
+    assert engine.overhead == 40 * MIB
