@@ -98,7 +98,7 @@ def _why_no_model(folder: Path, *, trusted: bool, shards: bool) -> str:
     names = [path.name for path in folder.iterdir()]
     if not any("token" in name or name.startswith("vocab") or name.endswith(".model") for name in names):
         return "the folder has no file of a tokenizer"
-    return next((why for why in map(_why_no_tensors, map(Path, sorted(weights))) if why), "")
+    return next((why for why in map(why_no_tensors, map(Path, sorted(weights))) if why), "")
 
 
 def _why_no_class(utils: Any, folder: Path, config: dict[str, Any], trusted: bool) -> str:
@@ -125,7 +125,7 @@ def _why_no_adapter(folder: Path) -> str:
     missing = [name for name in wanted if name not in config]
     if missing:
         return f"adapter_config.json has no {' and no '.join(missing)}"
-    return _why_no_tensors(folder / "adapters.safetensors")
+    return why_no_tensors(folder / "adapters.safetensors")
 
 
 def _why_no_json(path: Path) -> str:
@@ -152,7 +152,7 @@ def _odd_file(folder: Path) -> str:
     return ""
 
 
-def _why_no_tensors(path: Path) -> str:
+def why_no_tensors(path: Path) -> str:
     """Why a safetensors file cannot be read: a copy that was cut short, or a pointer of git-lfs, shows in its header."""
     if not path.is_file():
         return f"the folder has no file {path.name}"

@@ -13,6 +13,18 @@ from shim.cli import tiny_model
 HUB_NAME = "test/tiny"
 
 
+def weightless(folder, size, dtype="BF16", **config):
+    """A model whose weights have `size` bytes and are one hole in a file: to be weighed, not to be loaded."""
+    folder.mkdir(parents=True)
+    header = {"weight": {"dtype": dtype, "shape": [1], "data_offsets": [0, size - 4096]}}
+    encoded = json.dumps(header).encode().ljust(4096 - 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.truncate(size)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 class Folders:
     """The model served, in a hub's cache as the hub lays it out, and others that cannot be loaded."""
 

@@ -17,7 +17,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("run", help=run.HELP, add_help=False)
-    commands.add_parser("doctor", help=doctor.HELP)
+    told = commands.add_parser("doctor", help=doctor.HELP, allow_abbrev=False)
+    told.add_argument("--model", help="a folder, or a Hugging Face repo that is in the local cache")
     commands.add_parser("path", help=path.HELP)
     for kind in unit.KINDS:
         commands.add_parser(kind, help=unit.HELP.format(kind), add_help=False)
@@ -26,5 +27,5 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(run.main(given[1:]))
     if given and given[0] in unit.KINDS:
         sys.exit(unit.main(given[0], given[1:]))
-    command = parser.parse_args(given).command
-    sys.exit({"doctor": doctor.main, "path": path.main}[command]())
+    options = parser.parse_args(given)
+    sys.exit(path.main() if options.command == "path" else doctor.main(options.model))

@@ -11,10 +11,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .. import __version__, settings
-from . import path
+from .. import __version__, local_model, memory, models, settings
+from . import memory_budget, path
 
-HELP = "print versions, guard states and settings for this interpreter; status 1 if a guard that is on is not active"
+HELP = (
+    "print versions, guard states and settings for this interpreter, and with --model a memory budget; status 1 if a guard"
+    " that is on is not active"
+)
 
 # Run in a child that starts as the server would: the guards are asked there, in the place where they act. The answer
 # goes to a file, since a chained sitecustomize may print what it likes.
@@ -32,11 +35,20 @@ with open(sys.argv[1], "w") as answer:
 """
 
 
-def main() -> int:
+def main(model: str | None = None) -> int:
+    """Status 0; 1 where a server would not be guarded; 2 for a `model` that is not on this machine."""
     print(f"mlx-lm-shim {__version__}, in {path.folder()}")
     print(f"Python {sys.version.split()[0]}, {sys.executable}")
     for name in ("mlx-lm", "mlx", "wrapt"):
         print(f"{name} {_version(name)}")
+    total = memory.total()
+    print(f"memory of this machine: {memory.shown(total) if total else 'not known'}")
+    if model is not None:
+        try:
+            memory_budget.show(model, total)
+        except local_model.NotHere as error:
+            print(f"mlx-lm-shim: --model {models.shown(model)}: {error}; {local_model.ACCEPTED}", file=sys.stderr)
+            return 2
     found = _ask()
     if isinstance(found, str):
         print(f"NOT GUARDED: {found}")

@@ -15,7 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .. import memory
 from ..units import Refused, check, environ, launchd, server, supervisord, systemd
+from ..units.limits import Limits, limits
 from ..units.plan import Made, Unit, check_path
 from . import path
 
@@ -78,11 +80,12 @@ def _unit(kind: str, options: argparse.Namespace, command: Sequence[str]) -> tup
     user = _user(kind, options)
     log = _log(kind, options, user)
     known = server.validated(command, variables, workdir, folder)
+    added = limits(known.argv, variables, memory.total()) if kind == "launchd" else Limits({}, "")
     watchdog = math.ceil(environ.seconds(variables, environ.GIL_DEADLINE) * _SELDOM)
     unit = Unit(
-        options.name, tuple(known.argv), variables, environ.stop_limit(variables), host=known.host, port=known.port,
+        options.name, tuple(known.argv), variables | added.environ, environ.stop_limit(variables), host=known.host, port=known.port,
         workdir=workdir, log=log, user=user, socket=options.socket, notify=getattr(options, "notify", False),
-        watchdog=watchdog,
+        watchdog=watchdog, note=added.note,
     )  # fmt: skip
     return unit, [*environ.doubts(variables, os.environ), *known.warnings]
 

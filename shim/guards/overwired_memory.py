@@ -58,18 +58,21 @@ class _View:
 
     def set_wired_limit(self, limit: int) -> int:
         """As mx.set_wired_limit, of no more than MLX_SHIM_WIRED allows: bytes, the earlier limit."""
-        allowed = min(limit, most(settings.current.wired, _model_bytes(self._mx)))
+        allowed = min(limit, most(settings.current.wired, _model_bytes(self._mx), memory.total() or 0))
         if allowed < limit:
             report.once(f"mlx_lm may wire {memory.shown(allowed)} rather than {memory.shown(limit)} (MLX_SHIM_WIRED)")
         before: int = self._mx.set_wired_limit(allowed)
         return before
 
 
-def most(policy: Wired | None, model: int) -> float:
-    """Bytes that may be wired beside a model of so many. Before one is loaded there is nothing to wire it for."""
+def most(policy: Wired | None, model: int, total: int) -> float:
+    """Bytes that may be wired for a model of so many, on a machine that has `total`.
+
+    Before a model is loaded there is nothing to wire it for.
+    """
     if policy is None:
         return float("inf")
-    if policy.auto and model < AUTO_SHARE * (memory.total() or 0):
+    if policy.auto and model < AUTO_SHARE * total:
         return 0
     if policy.model:
         return model + policy.size if model else 0

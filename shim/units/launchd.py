@@ -75,4 +75,5 @@ def _advice(unit: Unit) -> list[str]:
         f"ExitTimeOut {unit.stop_limit}: SIGKILL that long after SIGTERM; the drain and the farewell fit in.",
         "ProcessType Interactive: no limits on CPU and I/O; Background is throttled, which looks like a stall.",
         *(socket if unit.socket else []),
+        *([unit.note] if unit.note else []),
     ]

@@ -28,6 +28,7 @@ class Unit:
     socket: bool = False
     notify: bool = False
     watchdog: int = 0  # seconds; with `notify`
+    note: str = ""  # of what its environment has that nobody asked for
 
 
 @dataclass(frozen=True)

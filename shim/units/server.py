@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .. import local_model
 from . import Refused
 from .environ import absolute
 from .invocation import (
@@ -156,7 +157,7 @@ def _check_files(server: Server, known: Invocation, environ: Mapping[str, str]) 
             arguments = replaced(arguments, found[0], path)
         elif name == ADAPTER[0] or not _HUB_ID.fullmatch(found[1]):
             raise Refused(f"{name} {found[1]!r} does not exist; accepted: a folder that is there, or an id of the hub")
-        elif not _in_cache(found[1], environ):
+        elif local_model.in_cache(found[1], environ) is None:
             server.warnings.append(
                 f"{name} {found[1]} is not in the cache of the hub: it is downloaded at the first start, for as long"
                 " as that takes, if it exists"
@@ -164,12 +165,6 @@ def _check_files(server: Server, known: Invocation, environ: Mapping[str, str]) 
     server.argv[known.start :] = arguments
     if option(arguments, *MODEL) is None and not known.is_ours:
         server.warnings.append("no --model: the server loads what requests name, and is healthy without a model")
-
-
-def _in_cache(name: str, environ: Mapping[str, str]) -> bool:
-    home = environ.get("HF_HOME") or str(Path.home() / ".cache" / "huggingface")
-    hub = Path(environ.get("HF_HUB_CACHE") or Path(home) / "hub")
-    return any((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))
 
 
 def _check_address(server: Server, known: Invocation) -> None:

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 from harness import KILLER, NEWEST, REPO, VENVS, Server, clean_environ, python_of
+from model_folders import weightless
+
+from shim import budget, memory
+from shim.cli import tiny_model
 
 
 def shim(*arguments, line=NEWEST, cwd=REPO, **environ):
@@ -81,6 +85,46 @@ def test_doctor_when_all_is_well(line):
     assert "generation_death        active" in answer.stdout
     assert "sitecustomize chained: none" in answer.stdout
     assert "does not name the shim" not in answer.stdout
+
+
+def test_doctor_tells_a_memory_budget(tiny, tmp_path, line):
+    answer = shim("doctor", "--model", str(tiny), line=line, MLX_SHIM_WIRED="off")
+    assert answer.returncode == 0, answer.stderr
+    told = " ".join(answer.stdout.split())
+    total = memory.total()
+    advised = budget.recommended(total, (tiny / "model.safetensors").stat().st_size)
+    per_token = tiny_model.LAYERS * tiny_model.KV_HEADS * tiny_model.HIDDEN // tiny_model.HEADS * 2 * 4
+    for what in (
+        f"memory of this machine: {memory.shown(total)}",
+        "wiring MLX_SHIM_WIRED=off in force",
+        "which is off for a model below 60% of the memory",
+        "limits soft none, hard none in force",
+        f"MLX_SHIM_MEMORY_SOFT={budget.as_setting(advised.soft)} MLX_SHIM_MEMORY_HARD={budget.as_setting(advised.hard)}",
+        f"a token's cache {per_token / 1024:.1f} KiB, float32",
+        "256k tokens",
+        "generation_death active",
+    ):
+        assert what in told, what
+
+
+def test_doctor_tells_of_models_that_are_hard_to_judge(tmp_path):
+    large = weightless(tmp_path / "large", memory.total(), model_type="llama", model_file="model.py")
+    answer = shim("doctor", "--model", str(large))
+    assert answer.returncode == 0, answer.stderr
+    for what in (
+        "none: the model takes more than 80% of the memory",
+        "not known before the first finished request: it brings code of its own",
+        "which is model+4G for a model of at least 60% of the memory",
+    ):
+        assert what in answer.stdout, what
+    for name, why in (
+        ("no/such", "'no/such': neither a folder that is there nor in the cache of the hub"),
+        (str(tmp_path), "it has no config.json"),
+    ):
+        answer = shim("doctor", "--model", name, HF_HOME=str(tmp_path))
+        assert answer.returncode == 2
+        assert why in answer.stderr
+        assert "accepted: a folder with a model, or a Hugging Face repo that is in the local cache" in answer.stderr
 
 
 def test_doctor_tells_settings_chain_and_pythonpath(tmp_path):

@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 from harness import NEWEST, REPO, need, python_of, taken_port
+from model_folders import weightless
 
+from shim import memory
 from shim.cli import unit as cli
 from shim.units import launchd_keys
 
 PYTHON = python_of(NEWEST)
 KINDS = sorted(cli.KINDS)
+GIB = 1 << 30
+SOFT, HARD = "MLX_SHIM_MEMORY_SOFT", "MLX_SHIM_MEMORY_HARD"
 
 
 @pytest.fixture(autouse=True)
@@ -230,6 +234,7 @@ def test_relative_paths_become_absolute_and_links_stay(shim, model, tmp_path, mo
     assert plist["ProgramArguments"] == [str(venv / "python"), "-m", "mlx_lm", "server", f"--model={tmp_path}/model"]
     assert plist["EnvironmentVariables"] == {
         "PYTHONPATH": f"{REPO}:{tmp_path}/own:{site}", "MLX_SHIM_MAX_TOKENS": "100", "MLX_SHIM_API_KEY_FILE": str(key),
+        "MLX_SHIM_MEMORY_SOFT": "70%", "MLX_SHIM_MEMORY_HARD": "80%",
     }  # fmt: skip
     assert "HF_HOME is set here, and the unit does not have it" in err
 
@@ -243,6 +248,54 @@ def test_warnings(shim, model):
     assert "WARNING: --model some/model is not in the cache of the hub" in err
     assert "WARNING: no --model" in shim("supervisord", "--", *server)[2]
     assert "WARNING: MLX_SHIM is off" in shim("supervisord", "--env", "MLX_SHIM=0", "--", *server)[2]
+
+
+def test_limits_on_memory_in_the_plist(shim, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "total", lambda: 64 * GIB)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # this shell's, which the unit does not have
+    folder = weightless(tmp_path / "model", 20 * GIB)
+    repo = weightless(tmp_path / "hub" / "models--some--draft" / "snapshots" / "abc", 4 * GIB)
+    large = weightless(tmp_path / "large", 60 * GIB)
+    (repo.parents[1] / "refs").mkdir()
+    (repo.parents[1] / "refs" / "main").write_text("abc")
+    cut = weightless(tmp_path / "cut", GIB)
+    (cut / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+
+    def limits(*command, env=(), kind="launchd"):
+        options = [word for pair in env for word in ("--env", pair)]
+        status, out, err = shim(kind, *options, "--", PYTHON, "-m", "mlx_lm", "server", *command)
+        assert status == 0, err
+        if kind != "launchd":
+            assert "MEMORY" not in out + err
+            return None
+        held = plistlib.loads(out.encode())["EnvironmentVariables"]
+        return held.get(SOFT), held.get(HARD), err
+
+    soft, hard, err = limits("--model", folder)
+    assert (soft, hard) == ("47513M", "54272M")
+    assert f"{SOFT}=47513M, {HARD}=54272M: from a model of 20.00 GiB and this machine's 64.00 GiB" in err
+    assert f"Off with --env {SOFT}=0 --env {HARD}=0" in err
+    draft = ("--model", folder, "--draft-model", "some/draft")
+    assert limits(*draft, env=[f"HF_HOME={tmp_path}"])[:2] == ("49152M", "55296M"), "both"
+    assert limits(*draft)[:2] == ("70%", "80%"), "one of them is not here"
+    for command in ((), ("--model", "some/other"), ("--model", cut)):
+        soft, hard, err = limits(*command)
+        assert (soft, hard) == ("70%", "80%"), command
+        assert "shares of the machine's memory" in err
+    soft, hard, err = limits("--model", large)
+    assert (soft, hard) == (None, None)
+    assert f"no {SOFT} and no {HARD}: the model has 60.00 GiB, which leaves too little" in err
+    soft, hard, err = limits("--model", folder, env=[f"{SOFT}=0"])
+    assert (soft, hard) == ("0", "54272M")
+    assert f"Off with --env {HARD}=0 " in err
+    monkeypatch.setenv(SOFT, "0")
+    monkeypatch.setenv(HARD, "0")
+    soft, hard, err = limits("--model", folder)
+    assert (soft, hard, "MEMORY" in err) == ("0", "0", False)
+    monkeypatch.delenv(SOFT)
+    monkeypatch.delenv(HARD)
+    for kind in ("systemd", "supervisord"):
+        limits("--model", folder, kind=kind)
 
 
 def test_a_model_in_the_cache_is_no_warning(shim, tmp_path):

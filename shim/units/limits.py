@@ -1,0 +1,51 @@
+"""Limits on memory for a unit: MLX_SHIM_MEMORY_SOFT and MLX_SHIM_MEMORY_HARD, from the machine and the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .. import budget, local_model, settings
+from ..memory import shown
+from .invocation import DRAFT, MODEL, option
+
+SOFT, HARD = (settings.variable(name) for name in ("memory_soft", "memory_hard"))
+
+
+class Limits(NamedTuple):
+    """What is put into the environment, and what is said of it."""
+
+    environ: dict[str, str]
+    note: str
+
+
+def limits(argv: Sequence[str], environ: Mapping[str, str], total: int | None) -> Limits:
+    """For a server command on a machine of `total` bytes. What `environ` has, 0 included, is left as it is."""
+    wanted = [name for name in (SOFT, HARD) if name not in environ]
+    if not wanted:
+        return Limits({}, "")
+    size = _size(argv, environ)
+    if total is None or size is None:
+        chosen = {SOFT: budget.SOFT_UNKNOWN, HARD: budget.HARD_UNKNOWN}
+        why = "shares of the machine's memory, since the size of the model is not known here"
+    else:
+        advised = budget.recommended(total, size)
+        if advised is None:
+            return Limits({}, f"no {' and no '.join(wanted)}: the model has {shown(size)}, which leaves too little")
+        chosen = {SOFT: budget.as_setting(advised.soft), HARD: budget.as_setting(advised.hard)}
+        why = f"from a model of {shown(size)} and this machine's {shown(total)}"
+    added = {name: chosen[name] for name in wanted}
+    told = ", ".join(f"{name}={value}" for name, value in added.items())
+    off = " ".join(f"--env {name}=0" for name in added)
+    return Limits(added, f"{told}: {why}; tried on no Mac. Off with {off} (docs/memory.md)")
+
+
+def _size(argv: Sequence[str], environ: Mapping[str, str]) -> int | None:
+    """Bytes of the model and the draft model that the command names; None where one of them is not whole on this machine."""
+    if option(argv, *MODEL) is None:
+        return None
+    named = [found[1] for found in (option(argv, *MODEL), option(argv, *DRAFT)) if found is not None]
+    try:
+        return sum(local_model.size(local_model.find(name, environ)) for name in named)
+    except local_model.NotHere:
+        return None
