@@ -42,15 +42,15 @@ class Cost(NamedTuple):
         low, high = 1, 2
         while self.bytes_of(high) <= room:
             low, high = high, 2 * high
-            if high > _ANY_LENGTH:
-                return _ANY_LENGTH
+            if high > ANY_LENGTH:
+                return ANY_LENGTH
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.bytes_of(middle) <= room else (low, middle)
         return low
 
 
-_ANY_LENGTH = 1 << 32  # tokens: nothing grows
+ANY_LENGTH = 1 << 32  # tokens: nothing grows
 
 
 def learn(caches: Sequence[Any]) -> Cost:

@@ -7,7 +7,7 @@ import os
 from .. import budget, lazy_cost, local_model, settings
 from ..budget import Budget
 from ..guards.overwired_memory import AUTO_SHARE
-from ..kv_cost import Cost
+from ..kv_cost import ANY_LENGTH, Cost
 from ..memory import shown
 from ..settings import Settings
 
@@ -68,8 +68,10 @@ def _show_contexts(cost: Cost, room: int, longest: int | None) -> None:
         fits = "any number" if number is None else number
         _row(f"{tokens // 1024}k tokens", f"{_bytes(cost.bytes_of(tokens))} each, {fits} at a time")
     fit = cost.tokens_within(max(0, room))
-    most = f"{longest} tokens, the most it was made for" if longest and fit >= longest else f"{fit} tokens"
-    _row("longest alone", most)
+    if longest and fit >= longest:
+        _row("longest alone", f"{longest} tokens, the most it was made for")
+    else:
+        _row("longest alone", "any: its caches do not grow" if fit >= ANY_LENGTH else f"{fit} tokens")
     _row("", "a prefill takes room beside the cache, which is not counted")
 
 

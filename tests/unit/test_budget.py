@@ -138,6 +138,14 @@ def test_contexts_are_counted_below_the_limit_in_force(tmp_path, monkeypatch, ca
         assert what in told, told
 
 
+def test_a_model_whose_caches_do_not_grow(tmp_path, capsys):
+    config = {k: v for k, v in families.FAMILIES["mamba2"].items() if k != "max_position_embeddings"}
+    memory_budget.show(str(weightless(tmp_path / "model", GIB, dtype="F32", **config)), 64 * GIB)
+    told = capsys.readouterr().out
+    assert "0.0 KiB, float32; 38.0 KiB whatever the length" in told
+    assert "any: its caches do not grow" in told
+
+
 COMPUTES = """\
 import mlx.core as mx
 from shim import kv_cost, lazy_cost
