@@ -1,0 +1,51 @@
+"""The prompt cache of a model that went stays in memory beside the one that came.
+
+No request can use it until that model is loaded again; it goes when so many others have been inserted, or the bytes of
+a limit. Here it is dropped before the other model is loaded, which then finds the room. A load that fails, or a model
+that is loaded again later, finds no cache: prompts are computed anew. Names of one model are no switch (needless_drain).
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+from .. import dry_switch, patch, report
+from ..engine import engine
+from . import Incompatible, Retired, require
+
+UPSTREAM = "mlx-lm 1757, in a comment"
+MODULE = "mlx_lm.server"
+
+
+def probe(server: Any) -> None:
+    """See whether an entry of the first model is there when the second has been loaded."""
+    require(server, "LRUPromptCache.insert_cache", "LRUPromptCache.trim_to", "ResponseGenerator._generate")
+    require(server, "ModelProvider._load")
+    entries = server.LRUPromptCache()
+    entry = SimpleNamespace(nbytes=1, is_trimmable=lambda: False)
+    inspect.unwrap(server.LRUPromptCache.insert_cache)(entries, ("first", None, None), [1], [entry])
+    try:
+        dry_switch.run(server, entries)
+    except Exception as error:
+        raise Incompatible(f"ResponseGenerator._generate switches models otherwise than expected: {error!r}") from error
+    if not len(entries):
+        raise Retired("the entries of a model go with it")
+
+
+def apply(server: Any) -> None:
+    patch.wrap(server, "ModelProvider._load", _load)
+
+
+def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """All entries are of the model that is loaded, since those of others went when it came."""
+    key = (*args, *kwargs.values(), None, None)[:3]
+    generator = engine.generator
+    ours = getattr(generator, "model_provider", None) is instance
+    if ours and instance.model_key is not None and instance.model_key != key:
+        try:
+            generator.prompt_cache.trim_to(n_sequences=0)
+        except Exception as error:
+            report.line(f"the prompt cache of the former model stays: {error!r}")
+    return wrapped(*args, **kwargs)

@@ -1,0 +1,106 @@
+"""The prompt cache grows past `--prompt-cache-bytes`.
+
+Stock looks at that limit where a request joins a batch, and nowhere else: requests served alone (`seed`, a draft model, a
+model that cannot be batched) fill the cache to its number of entries, whatever they weigh; so do those of a batch as they
+finish, until somebody arrives; and a batch that grows leaves it as it is. Here the limit holds at every insertion and,
+within half a second, beside a batch that grows; what the batch itself holds counts, as it does in stock. An entry that
+does not fit is not kept, and those that do stay.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+from .. import dry_run, patch, report
+from ..dry_run import Anything
+from ..engine import engine
+from . import Incompatible, Retired, require
+
+UPSTREAM = "mlx-lm 1118, 1392, 1390"
+MODULE = "mlx_lm.server"
+
+
+def probe(server: Any) -> None:
+    """Put something into the cache that stock's `run` makes for a server with a limit of one byte."""
+    require(
+        server, "run", "LRUPromptCache.insert_cache", "LRUPromptCache.trim_to", "ResponseGenerator._next_request",
+        "BatchGenerator.prompt_cache_nbytes",
+    )  # fmt: skip
+    made: list[Any] = []
+    line = SimpleNamespace(prompt_cache_size=10, prompt_cache_bytes=1)
+
+    def generator(*args: Any, **named: Any) -> Anything:
+        made.extend(thing for thing in (*args, *named.values()) if isinstance(thing, server.LRUPromptCache))
+        return Anything()
+
+    start = dry_run.of(server.run, ResponseGenerator=generator, _run_http_server=Anything(), mx=Anything())
+    start("127.0.0.1", 0, SimpleNamespace(cli_args=line))
+    if not made:
+        raise Incompatible("run gives its ResponseGenerator no LRUPromptCache")
+    entry = SimpleNamespace(nbytes=2, is_trimmable=lambda: False)
+    inspect.unwrap(server.LRUPromptCache.insert_cache)(made[0], "model", [1], [entry])
+    if made[0].nbytes <= line.prompt_cache_bytes:
+        raise Retired("the prompt cache holds --prompt-cache-bytes by itself")
+
+
+def apply(server: Any) -> None:
+    patch.wrap(server, "LRUPromptCache.insert_cache", _insert)
+    patch.wrap(server, "ResponseGenerator._next_request", _next_request)
+
+
+def _insert(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    room = _room() if instance is getattr(engine.generator, "prompt_cache", None) else None
+    if room is None:
+        return wrapped(*args, **kwargs)
+    entry = args[2] if len(args) > 2 else kwargs.get("prompt_cache")  # noqa: PLR2004
+    # Inserted, it would push out all others before itself.
+    result = wrapped(*args, **kwargs) if _fits(entry, room) else None
+    _trim(instance, room)
+    return result
+
+
+def _next_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """The loop asks for it every half second at the latest, while it serves."""
+    room = _room() if instance is engine.generator and not engine.single else None
+    if room is not None:
+        _trim(instance.prompt_cache, room)
+    return wrapped(*args, **kwargs)
+
+
+def _room() -> int | None:
+    """Bytes that the prompt cache may hold beside the batch, as stock counts; None where there is no limit.
+
+    In a pipeline each machine has layers of its own and counts otherwise, and what they keep must be the same. There it
+    is left to stock.
+    """
+    try:
+        provider = engine.generator.model_provider
+        limit: int | None = provider.cli_args.prompt_cache_bytes
+        if limit is None or provider.pipeline_group is not None:
+            return None
+        batch = None if engine.single else engine.batch()
+        return max(0, limit - (0 if batch is None else batch.prompt_cache_nbytes))
+    except Exception as error:  # in the generation thread, outside any `try` of stock's
+        report.once(f"the bytes of the batch cannot be counted: {error!r}")
+        return None
+
+
+def _fits(entry: Any, room: int) -> bool:
+    try:
+        size = sum(layer.nbytes for layer in entry)
+    except Exception as error:  # what stock, or another guard, does with it
+        report.debug(f"an entry of the prompt cache cannot be counted: {error!r}")
+        return True
+    if size > engine.generator.model_provider.cli_args.prompt_cache_bytes:
+        report.once("the cache of a request is larger than --prompt-cache-bytes: no such cache is kept")
+    return bool(size <= room)
+
+
+def _trim(entries: Any, room: int) -> None:
+    if entries.nbytes > room:
+        try:
+            entries.trim_to(n_bytes=room)
+        except Exception as error:
+            report.once(f"the prompt cache cannot be trimmed: {error!r}")

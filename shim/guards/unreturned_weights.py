@@ -1,0 +1,88 @@
+"""A switch of models needs room for both: the weights of the one that goes are not returned before the other is loaded.
+
+Stock drops its model first, but a variable of the generation loop still has it, until the load is over. And what is
+dropped stays in MLX's pool of buffers (0.31.3; from 0.32 stock clears it, to little effect). Here the model that goes is
+emptied, and then the pool, right before the other is loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+from .. import dry_run, dry_switch, patch, report
+from ..dry_run import Anything
+from ..engine import engine
+from . import Incompatible, Retired, require
+
+UPSTREAM = "mlx-lm 1757; 1837 cures the pool"
+MODULE = "mlx_lm.server"
+
+
+class _Loading(Exception):
+    """What the probe waits for: stock is about to load."""
+
+
+def _about_to_load(*_: Any, **__: Any) -> Any:
+    raise _Loading
+
+
+def probe(server: Any) -> None:
+    """See what stock's loop holds when it loads, and whether the pool is cleared by then."""
+    require(server, "ModelProvider._load", "ResponseGenerator._generate", "load", "sharded_load", "mx.clear_cache")
+    try:
+        held = dry_switch.run(server, Anything())
+        cleared = _clears_the_pool(server)
+    except Exception as error:
+        raise Incompatible(f"a model is loaded otherwise than expected: {error!r}") from error
+    if not held and cleared:
+        raise Retired("a model is returned before the next is loaded")
+
+
+def _clears_the_pool(server: Any) -> bool:
+    cleared: list[bool] = []
+    mx = SimpleNamespace(clear_cache=lambda: cleared.append(True))
+    provider = Anything(is_distributed=False, reset=Anything())
+    load = dry_run.of(server.ModelProvider._load, load=_about_to_load, mx=mx, gc=Anything())
+    try:
+        load(provider, os.devnull)
+    except _Loading:
+        return bool(cleared)
+    raise RuntimeError("ModelProvider._load does not load")
+
+
+def apply(server: Any) -> None:
+    release = _Releasing(server.mx)
+    patch.wrap(server, "ModelProvider._load", release.around_switch)
+    for load in ("load", "sharded_load"):
+        patch.wrap(server, load, release.around_load)
+
+
+class _Releasing:
+    def __init__(self, mx: Any) -> None:
+        self.mx = mx
+        self.local = threading.local()  # .switch: the provider, and the model that it had
+
+    def around_switch(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        # A program that loads models itself may use both. In the generation thread nobody does.
+        if instance.model is not None and threading.current_thread() is engine.generation_thread:
+            self.local.switch = instance, instance.model
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            self.local.switch = None
+
+    def around_load(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        """The first that is loaded in a switch; a draft model comes after."""
+        switch, self.local.switch = getattr(self.local, "switch", None), None
+        if switch is not None and switch[0].model is None:
+            try:
+                switch[1].clear()  # a module is a dict of its weights and of the modules in it
+                gc.collect()
+                self.mx.clear_cache()
+            except Exception as error:
+                report.line(f"the weights of the former model stay until the load is over: {error!r}")
+        return wrapped(*args, **kwargs)
