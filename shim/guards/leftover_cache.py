@@ -11,7 +11,7 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
-from .. import dry_switch, patch, report
+from .. import dry_switch, handover, patch, report
 from ..engine import engine
 from . import Incompatible, Retired, require
 
@@ -36,6 +36,7 @@ def probe(server: Any) -> None:
 
 def apply(server: Any) -> None:
     patch.wrap(server, "ModelProvider._load", _load)
+    patch.wrap(server, "LRUPromptCache.insert_cache", _insert)
 
 
 def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -48,4 +49,10 @@ def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             generator.prompt_cache.trim_to(n_sequences=0)
         except Exception as error:
             report.line(f"the prompt cache of the former model stays: {error!r}")
+    return wrapped(*args, **kwargs)
+
+
+def _insert(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    if instance is getattr(engine.generator, "prompt_cache", None):
+        args, kwargs = handover.take_over(args, kwargs)
     return wrapped(*args, **kwargs)

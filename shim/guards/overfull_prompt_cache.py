@@ -13,7 +13,7 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
-from .. import dry_run, patch, report
+from .. import dry_run, handover, patch, report
 from ..dry_run import Anything
 from ..engine import engine
 from . import Incompatible, Retired, require
@@ -54,9 +54,9 @@ def _insert(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     room = _room() if instance is getattr(engine.generator, "prompt_cache", None) else None
     if room is None:
         return wrapped(*args, **kwargs)
-    entry = args[2] if len(args) > 2 else kwargs.get("prompt_cache")  # noqa: PLR2004
-    # Inserted, it would push out all others before itself.
-    result = wrapped(*args, **kwargs) if _fits(entry, room) else None
+    args, kwargs = handover.take_over(args, kwargs)
+    # Inserted, one that does not fit would push out all others before itself.
+    result = wrapped(*args, **kwargs) if _fits(handover.entry_of(args, kwargs), room) else None
     _trim(instance, room)
     return result
 

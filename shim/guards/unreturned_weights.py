@@ -68,8 +68,9 @@ class _Releasing:
 
     def around_switch(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         # A program that loads models itself may use both. In the generation thread nobody does.
-        if instance.model is not None and threading.current_thread() is engine.generation_thread:
-            self.local.switch = instance, instance.model
+        former = getattr(instance, "model", None)  # a probe of another guard has a provider with less to it
+        if former is not None and threading.current_thread() is engine.generation_thread:
+            self.local.switch = instance, former
         try:
             return wrapped(*args, **kwargs)
         finally:
