@@ -2,9 +2,9 @@
 
 Stock looks at that limit where a request joins a batch, and nowhere else: requests served alone (`seed`, a draft model, a
 model that cannot be batched) fill the cache to its number of entries, whatever they weigh; so do those of a batch as they
-finish, until somebody arrives; and a batch that grows leaves it as it is. Here the limit holds at every insertion and,
-within half a second, beside a batch that grows; what the batch itself holds counts, as it does in stock. An entry that
-does not fit is not kept, and those that do stay.
+finish, until somebody arrives; and a batch that grows leaves it as it is. Here the limit holds at every insertion, and
+beside a batch that grows at every turn of the loop (half a second, or a step that takes longer). What the batch itself
+holds counts, as it does in stock. An entry that does not fit is not kept, and those that do stay.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _insert(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _next_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """The loop asks for it every half second at the latest, while it serves."""
-    room = _room() if instance is engine.generator and not engine.single else None
+    """Once a turn of the loop."""
+    room = _room() if instance is engine.generator else None
     if room is not None:
         _trim(instance.prompt_cache, room)
     return wrapped(*args, **kwargs)

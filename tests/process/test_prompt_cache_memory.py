@@ -46,8 +46,8 @@ class Metered(Server):
         self.seen += len(new)
         return new
 
-    def ask(self, prompt, **more):
-        status, answer = self.post({"prompt": prompt, "max_tokens": 2, **more})
+    def ask(self, prompt, path="/v1/completions", **more):
+        status, answer = self.post({"prompt": prompt, "max_tokens": 2, **more}, path)
         assert status == 200, answer
         return answer
 
@@ -63,6 +63,9 @@ def drive(server, folder):
     streams = [Stream(server, {"prompt": f"{n}: at once" + "x" * 200, "max_tokens": 20}) for n in range(6)]
     assert all(stream.join().done for stream in streams)
     phases["at once"] = server.since(6)
+    messages = [{"role": "system", "content": "brief " * 20}, {"role": "user", "content": "hello"}]
+    server.ask(None, "/v1/chat/completions", messages=messages)
+    phases["chat"] = server.since(2)  # its system prompt is an entry of its own
     before = server.ask("small " * 20)
     phases["small"] = server.since(1)
     server.ask("large " * 120, seed=1)
