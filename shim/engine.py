@@ -103,7 +103,6 @@ class Engine:
         self.stalled: str | None = None  # the verdict, while MLX_SHIM_ON_STALL=dump lets a stall be
         self.pressed: ShimError | None = None  # what new requests are told while memory is short
         self.memory: Usage | None = None  # as the watchdog last saw it; only where a guard has it look
-        self.overhead = 0  # bytes of the process beside MLX's, with its model up
         self.steps = 0  # of the batch, completed: each owes a token to every request in decode
         self.turns = 0  # of the generation loop, where it asks for the next request
         self.spent = 0  # tokens, of prompts computed and made, for requests that are closed

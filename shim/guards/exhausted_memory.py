@@ -88,7 +88,6 @@ class _Guard:
 
     def _begin(self, usage: Usage) -> None:
         """With its model up. A limit below that would turn everybody away, or have the process replaced for ever."""
-        engine.overhead = max(0, usage.footprint - usage.active - usage.pool)
         for name in ("soft", "hard"):
             limit = getattr(self, name)
             if limit and usage.counted >= limit:

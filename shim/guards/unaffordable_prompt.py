@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import kv_cost, patch, report, settings
+from .. import kv_cost, memory, patch, report, settings
 from ..engine import FINISHED, QUEUED, engine
 from ..errors import ShimError, memory_pressure
 from . import require
@@ -38,6 +38,9 @@ class _Guard:
     def __init__(self, mx: Any) -> None:
         self._mx = mx
         self._cost: kv_cost.Cost | None = None
+        self._overhead: int | None = (
+            None  # bytes of the process beside MLX's, with its model up and nothing in the batch
+        )
 
     def forget(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         self._cost = None
@@ -46,6 +49,10 @@ class _Guard:
     def learn(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         try:
             self._cost = kv_cost.learn(args[2] if len(args) > 2 else kwargs["prompt_cache"])  # noqa: PLR2004
+            if self._overhead is None:
+                memory.give_back()
+                usage = memory.usage(self._mx)
+                self._overhead = max(0, usage.footprint - usage.active - usage.pool)
         except Exception as error:  # in the generation thread, outside any try
             report.once(f"what a token takes cannot be learnt: {error!r}")
         return wrapped(*args, **kwargs)
@@ -67,7 +74,7 @@ class _Guard:
         ]
         batch = engine.batch()
         running = batch.prompt_cache_nbytes if batch is not None else 0
-        fixed = self._mx.get_active_memory() - cached - running + engine.overhead
+        fixed = self._mx.get_active_memory() - cached - running + (self._overhead or 0)
         alone = fixed + cost.bytes_of(tokens)
         together = fixed + (len(others) + 1) * cost.bytes_of(max([*others, tokens]))
         if alone > hard:

@@ -237,8 +237,3 @@ def test_with_both_left_out_macos_alone_decides(guard, engine):
         it.look(1200, macos=macos)
         assert (engine.pressed is not None) is (macos and len(it.lines) > 2)
     assert it.orders == []
-
-
-def test_the_overhead_is_what_mlx_does_not_count(guard, engine):
-    guard(begin=200)
-    assert engine.overhead == 40 * MIB
