@@ -52,7 +52,7 @@ def end(
     _begun.set()  # before anything that may fail: from here on the end is certain
     facts = None
     try:
-        facts = _facts(reason, error)
+        facts = gathered(reason, error)
         _attempt("tell the clients", lambda: engine.fail_waiting(tell or errors.engine_dead()))
         if show is not None:
             _attempt("show the traceback", show)
@@ -84,8 +84,8 @@ def _take(status: int, verdict: str) -> None:
     _status, _verdict = status, verdict
 
 
-def _facts(reason: str, error: BaseException | None) -> dict[str, Any] | None:
-    """What a report says, gathered before the clients are told and their entries close."""
+def gathered(reason: str, error: BaseException | None = None) -> dict[str, Any] | None:
+    """What a report says, gathered before the clients are told and their entries close. None where that fails."""
     try:
         return crash_report.facts(reason, error)
     except Exception as failed:

@@ -138,7 +138,8 @@ class _Guard:
     def _replace(self, why: str, usage: Usage) -> None:
         if not (self._replacing or engine.closing or engine.rank):
             self._replacing = True
-            drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, {"memory": usage._asdict()}))
+            facts = (fatal.gathered(why) or {}) | {"memory": usage._asdict()}
+            drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, facts))
 
     def _end(self, victim: Entry, now: float) -> None:
         report.line(f"memory: still above hard, request {victim.id} ({_size(victim)} tokens) is ended")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .. import crash_report, drain, fatal, report, settings, watchdog
+from .. import drain, fatal, report, settings, watchdog
 from ..engine import engine
 from ..memory import footprint, shown
 from . import require
@@ -103,7 +103,7 @@ class _Recycling:
             f"its footprint was {shown(before)} with the model up and is {shown(after)}"
         )
         grown = {"footprint_model_up": before, "footprint": after, "limit": limit.setting}
-        facts = crash_report.facts(why, None) | {"recycled": grown | {"value": limit.value, "figure": figure}}
+        facts = (fatal.gathered(why) or {}) | {"recycled": grown | {"value": limit.value, "figure": figure}}
         drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, facts))
 
 

@@ -75,10 +75,14 @@ def text_of(answer):
 
 
 def converse(server, count=CONVERSATIONS):
-    """So many conversations, one after another, each of which stays in the prompt cache. What they were told."""
+    """So many conversations, one after another, each of which stays in the prompt cache. What they were told.
+
+    Every other one is served alone, not in a batch: it brings a seed.
+    """
     answers = []
     for n in range(count):
         body = {"prompt": f"{n:03}" * (TOKENS // 3), "max_tokens": 4, "temperature": 0}
+        body |= {"seed": n} if n % 2 else {}
         for _ in range(20):  # as a client does that is told to come back
             status, answer = server.post(body)
             if status != 503:

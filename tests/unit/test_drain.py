@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import resource
 import signal
 import socket
 import threading
@@ -13,7 +12,7 @@ import types
 
 import pytest
 
-from shim import drain, fatal, memory, sd_notify, settings
+from shim import drain, fatal, sd_notify, settings
 from shim.guards import abrupt_stop, grown_process
 
 
@@ -156,16 +155,6 @@ def test_jitter_and_what_is_set(engine, monkeypatch):
         drawn.add(added[0]._limits[0].value)
     assert len(drawn) > 50
     assert all(1000 <= value <= 1100 for value in drawn)
-
-
-def test_the_footprint_is_the_resident_set():
-    size = memory.footprint()
-    assert 2**20 < size <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 * 1.1
-    assert memory._resident("Name:\tx\nVmRSS:\t  2048 kB\n") == 2 * 2**20
-    with pytest.raises(OSError, match="no VmRSS"):
-        memory._resident("Name:\tx\n")
-    assert memory._Usage.phys_footprint.offset == 72, "as in Apple's headers"
-    assert memory.shown(3 * 2**29) == "1.50 GiB"
 
 
 def test_one_datagram_for_systemd(tmp_path, monkeypatch):
