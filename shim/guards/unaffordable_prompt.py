@@ -8,6 +8,7 @@ of the prompt cache make room for it.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .. import kv_cost, memory, patch, report, settings
@@ -38,12 +39,11 @@ class _Guard:
     def __init__(self, mx: Any) -> None:
         self._mx = mx
         self._cost: kv_cost.Cost | None = None
-        self._overhead: int | None = (
-            None  # bytes of the process beside MLX's, with its model up and nothing in the batch
-        )
+        self._fixed = math.inf  # bytes: the least there was with this model beside the caches of requests
+        self._overhead: int | None = None  # bytes of the process beside MLX's, once it has generated something
 
     def forget(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        self._cost = None
+        self._cost, self._fixed = None, math.inf
         return wrapped(*args, **kwargs)
 
     def learn(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -61,29 +61,35 @@ class _Guard:
         """Where what it raises goes to this request alone."""
         result = wrapped(*args, **kwargs)
         if self._cost is not None and not engine.distributed:  # other ranks would go on without us
-            self._admit(self._cost, instance, len(result[0]))
+            try:
+                self._admit(self._cost, instance, len(result[0]))
+            except ShimError:
+                raise
+            except Exception as error:
+                report.once(f"what a prompt would take cannot be told: {error!r}")
         return result
 
     def _admit(self, cost: kv_cost.Cost, generator: Any, tokens: int) -> None:
-        """Each sequence of a batch takes as much as the longest, and an answer is held twice while it is put away."""
-        hard, cached = settings.current.memory_hard, generator.prompt_cache.nbytes
-        others = [
-            max(e.total, e.processed) + e.tokens
-            for e in list(engine.entries.values())
-            if e.phase not in (QUEUED, FINISHED) and not e.stopped
-        ]
-        batch = engine.batch()
+        hard, cached, batch = settings.current.memory_hard, generator.prompt_cache.nbytes, engine.batch()
         running = batch.prompt_cache_nbytes if batch is not None else 0
-        fixed = self._mx.get_active_memory() - cached - running + (self._overhead or 0)
-        alone = fixed + cost.bytes_of(tokens)
-        together = fixed + (len(others) + 1) * cost.bytes_of(max([*others, tokens]))
-        if alone > hard:
-            fit = cost.tokens_within(hard - fixed)
+        now = self._mx.get_active_memory() - cached - running + (self._overhead or 0)
+        self._fixed = min(self._fixed, now)
+        if self._fixed >= hard:
+            return  # exhausted_memory has left it out: it is below what the model takes
+        if self._fixed + cost.bytes_of(tokens) > hard:
+            fit = cost.tokens_within(int(hard - self._fixed))
             raise ShimError(
                 400, "context_length_exceeded",
                 f"the prompt has {tokens} tokens, for which there is not enough memory; accepted: {fit} "
                 "(MLX_SHIM_MEMORY_HARD)",
             )  # fmt: skip
-        if together > hard:
+        others = [
+            max(entry.total, entry.processed) + entry.tokens
+            for entry in list(engine.entries.values())
+            if entry.phase not in (QUEUED, FINISHED) and not entry.stopped
+        ]
+        # Each sequence of a batch takes as much as the longest.
+        together = now + (len(others) + 1) * cost.bytes_of(max([*others, tokens]))
+        if others and together > hard:
             raise memory_pressure()
-        generator.prompt_cache.trim_to(n_bytes=hard - together)
+        generator.prompt_cache.trim_to(n_bytes=max(0, hard - together))
