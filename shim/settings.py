@@ -39,7 +39,7 @@ def parse_duration(text: str) -> float:
 
 def parse_size(text: str) -> int:
     """Bytes from 4096, 512K, 512M or 12G (powers of 1024). Raises ValueError saying what is accepted."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise ValueError("accepted: a size such as 1048576, 512K, 64M or 12G")
     return int(float(match[1]) * 1024 ** ("", "K", "M", "G", "T").index(match[2].upper()))

@@ -73,7 +73,7 @@ def test_sizes(text, size):
     assert settings.parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "big", "-1", "1X", "1 G", "nan", "M"])
+@pytest.mark.parametrize("text", ["", "big", "-1", "1X", "1 G", "nan", "M", "9" * 400, "9" * 400 + "T"])
 def test_bad_sizes(text):
     with pytest.raises(ValueError, match="accepted: a size such as"):
         settings.parse_size(text)
