@@ -126,8 +126,11 @@ def entries_of(batch: Any) -> dict[int, Entry]:
 def _inserted(batch: Any, args: Any, kwargs: Any, uids: Any) -> None:
     """Remember whose sequence this is: the entry whose context was put on its queue just before."""
     entry, engine.inserting = engine.inserting, None
-    if entry is not None and len(uids) == 1:
+    if len(uids) != 1:
+        return
+    if entry is not None:
         entries_of(batch)[uids[0]] = engine.local.inserted = entry
+    if entry is not None or engine.rank:  # a rank beside 0 has no entries, and has to count the same batch
         engine.batch = weakref.ref(batch)
 
 

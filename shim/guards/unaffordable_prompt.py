@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .. import kv_cost, memory, patch, report, settings
+from .. import handover, kv_cost, memory, patch, report, settings
 from ..engine import FINISHED, QUEUED, engine
 from ..errors import ShimError, memory_pressure
 from . import require
@@ -35,6 +35,15 @@ def apply(server: Any) -> None:
         patch.wrap(server, "ResponseGenerator._tokenize", guard.tokenize)
 
 
+def _may_shrink(caches: Any) -> bool:
+    """Whether a longer one takes less a token, so that this one does not tell.
+
+    With --kv-bits (served alone, from 0.32 on) those past --quantized-kv-start are quantized.
+    """
+    bits = getattr(engine.generator.model_provider.cli_args, "kv_bits", None)
+    return bits is not None and any(hasattr(cache, "to_quantized") for cache in caches)
+
+
 class _Guard:
     def __init__(self, mx: Any) -> None:
         self._mx = mx
@@ -48,7 +57,9 @@ class _Guard:
 
     def learn(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         try:
-            self._cost = kv_cost.learn(args[2] if len(args) > 2 else kwargs["prompt_cache"])  # noqa: PLR2004
+            caches = handover.entry_of(args, kwargs)
+            if caches and instance is engine.generator.prompt_cache and not _may_shrink(caches):
+                self._cost = kv_cost.learn(caches)
             if self._overhead is None:
                 memory.give_back()
                 usage = memory.usage(self._mx)
@@ -60,7 +71,8 @@ class _Guard:
     def tokenize(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         """Where what it raises goes to this request alone."""
         result = wrapped(*args, **kwargs)
-        if self._cost is not None and not engine.distributed:  # other ranks would go on without us
+        # Other ranks would go on without us, and another generator may have another model.
+        if self._cost is not None and instance is engine.generator and not engine.distributed:
             try:
                 self._admit(self._cost, instance, len(result[0]))
             except ShimError:

@@ -34,7 +34,8 @@ class Machine:
             def trim_to(self, n_bytes):
                 machine.trimmed.append(n_bytes)
 
-        self.generator = types.SimpleNamespace(prompt_cache=Entries())
+        provider = types.SimpleNamespace(cli_args=types.SimpleNamespace(kv_bits=None))
+        self.generator = engine.generator = types.SimpleNamespace(prompt_cache=Entries(), model_provider=provider)
 
     def ask(self, tokens):
         return self.guard.tokenize(lambda: ([0] * tokens, "more"), self.generator, (), {})
@@ -104,7 +105,7 @@ def test_a_limit_below_the_model_refuses_nobody(machine):
 
 
 def test_what_goes_wrong_here_refuses_nobody(machine, lines):
-    machine.generator = types.SimpleNamespace()
+    machine.generator = machine.engine.generator = types.SimpleNamespace()
     assert machine.ask(10**6)
     assert machine.ask(10**6)
     assert len(lines) == 1
@@ -115,7 +116,7 @@ def test_the_overhead_is_what_mlx_does_not_count(machine, monkeypatch):
     monkeypatch.setattr(memory, "give_back", lambda: None)
     monkeypatch.setattr(memory, "usage", lambda mx: Usage(1000, 500, 4500))
     machine.guard._overhead = None
-    machine.guard.learn(lambda *a: None, None, ("model", [1], []), {})
+    machine.guard.learn(lambda *a: None, machine.generator.prompt_cache, ("model", [1], []), {})
     machine.guard._cost = PER_TOKEN
     assert machine.ask(50)
     assert machine.refused(51)[0] == 400
