@@ -9,6 +9,7 @@ ended with that error, one after another. What stays above, with nobody left to 
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -31,7 +32,7 @@ GRACE, STEP_GRACE = 10.0, 60.0
 def probe(server: Any) -> None:
     require(
         server, "mx.get_active_memory", "mx.get_cache_memory", "mx.clear_cache", "ResponseGenerator._next_request",
-        "APIHandler.handle_completion", "LRUPromptCache.trim_to",
+        "APIHandler.handle_completion", "LRUPromptCache.trim_to", "BatchGenerator.next",
     )  # fmt: skip
 
 
@@ -47,12 +48,14 @@ def apply(server: Any) -> None:
     drain.install(server)
     watchdog.add(guard)
     patch.wrap(server, "ResponseGenerator._next_request", guard.next_request)
+    patch.wrap(server, "BatchGenerator.next", guard.step)
     patch.wrap(server, "APIHandler.handle_completion", _handle_completion)
 
 
 def _handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if engine.pressed is not None:
-        raise engine.pressed
+        # One of its own: an error that is raised again and again holds each time's frames, and the requests in them.
+        raise memory_pressure()
     return wrapped(*args, **kwargs)
 
 
@@ -77,17 +80,28 @@ class _Guard:
         if now - self._looked < EVERY or not self._begun:
             return
         self._looked = now
-        usage = memory.usage(self._mx)
-        if self.soft and usage.counted >= self.soft and usage.footprint > usage.active + usage.pool:
-            memory.give_back()  # malloc alone may be what keeps it
-            usage = memory.usage(self._mx)
+        try:
+            usage = self._usage()
+        except OSError as error:  # as without a file descriptor left: the next look may tell
+            report.once(f"memory: what is in use cannot be read: {error!r}")
+            return
         engine.memory = usage
         self._judge_soft(usage, now)
         if self.hard and not engine.rank:  # whose requests they are is known to rank 0 alone
             self._judge_hard(usage, now)
 
-    def _begin(self, usage: Usage) -> None:
+    def _usage(self) -> Usage:
+        usage = memory.usage(self._mx)
+        if self.soft and usage.counted >= self.soft and usage.footprint > usage.active + usage.pool:
+            memory.give_back()  # malloc alone may be what keeps it
+            usage = memory.usage(self._mx)
+        return usage
+
+    def _begin(self) -> None:
         """With its model up. A limit below that would turn everybody away, or have the process replaced for ever."""
+        self._mx.clear_cache()  # what a load leaves in the pool and in malloc is not needed to serve
+        memory.give_back()
+        usage = memory.usage(self._mx)
         for name in ("soft", "hard"):
             limit = getattr(self, name)
             if limit and usage.counted >= limit:
@@ -162,16 +176,26 @@ class _Guard:
     def next_request(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         """Once a turn of the generation loop, first with the model up and nothing in the batch."""
         if self._excess or not self._begun:
-            excess, self._excess = self._excess, 0
-            try:
-                if not self._begun:
-                    self._begun = True
-                    self._begin(memory.usage(self._mx))
-                else:
-                    self._trim(instance, excess)
-            except Exception as error:  # here it would be a death
-                report.once(f"memory: {error!r}")
+            self._act(instance)
         return wrapped(*args, **kwargs)
+
+    def step(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        """Once a step of a batch: one that is drained for another model asks for no request until it is empty."""
+        if self._excess and self._begun and threading.current_thread() is engine.generation_thread:
+            self._act(engine.generator)
+        return wrapped(*args, **kwargs)
+
+    def _act(self, generator: Any) -> None:
+        excess, self._excess = self._excess, 0
+        try:
+            if self._begun:
+                self._trim(generator, excess)
+            else:
+                self._begin()
+                self._begun = True
+        except Exception as error:  # here it would be a death
+            self._begun = True
+            report.once(f"memory: {error!r}")
 
     def _trim(self, generator: Any, excess: int) -> None:
         """First what nobody has any use for, then entries of the prompt cache, as many as it takes."""

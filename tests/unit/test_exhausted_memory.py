@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import types
+import weakref
 
 import pytest
 
 from shim import drain, fatal, memory
 from shim.engine import DECODE
+from shim.errors import ShimError, memory_pressure
 from shim.guards import exhausted_memory
 from shim.memory import Usage
 
@@ -25,7 +29,7 @@ def guard(engine, lines, monkeypatch):
     monkeypatch.setattr(drain, "ask", orders.append)
 
     def make(soft=800, hard=1000, begin=200):
-        made = exhausted_memory._Guard(None, soft * MIB, hard * MIB)
+        made = exhausted_memory._Guard(types.SimpleNamespace(clear_cache=lambda: None), soft * MIB, hard * MIB)
         now = [begin]
         monkeypatch.setattr(memory, "usage", lambda mx: Usage((now[0] - 50) * MIB, 10 * MIB, now[0] * MIB))
         made.next_request(lambda: None, None, (), {})
@@ -237,3 +241,68 @@ def test_with_both_left_out_macos_alone_decides(guard, engine):
         it.look(1200, macos=macos)
         assert (engine.pressed is not None) is (macos and len(it.lines) > 2)
     assert it.orders == []
+
+
+def test_what_a_load_left_is_given_back_before_the_limits_are_judged(engine, monkeypatch):
+    """Counted, it would have a limit left out that there is room below."""
+    monkeypatch.setattr(exhausted_memory, "engine", engine)
+    used = [Usage(100 * MIB, 700 * MIB, 900 * MIB)]
+    mx = types.SimpleNamespace(clear_cache=lambda: used.append(Usage(100 * MIB, 0, used[-1].footprint)))
+    monkeypatch.setattr(memory, "give_back", lambda: used.append(Usage(100 * MIB, used[-1].pool, 140 * MIB)))
+    monkeypatch.setattr(memory, "usage", lambda mx: used[-1])
+    made = exhausted_memory._Guard(mx, 800 * MIB, 1000 * MIB)
+    made.next_request(lambda: None, None, (), {})
+    assert made.soft == 800 * MIB
+
+
+def test_an_answer_503_holds_nothing_of_the_request(engine, monkeypatch):
+    monkeypatch.setattr(exhausted_memory, "engine", engine)
+    engine.pressed = memory_pressure()
+
+    class Request:
+        pass
+
+    refused = []
+    for _ in range(3):
+        request = Request()
+        refused.append(weakref.ref(request))
+        with pytest.raises(ShimError):
+            exhausted_memory._handle_completion(lambda _: None, None, (request,), {})
+    del request
+    gc.collect()
+    assert [gone() for gone in refused] == [None] * 3
+
+
+def test_a_look_that_sees_nothing_is_not_the_last(guard, engine, monkeypatch):
+    """With no file descriptor left /proc cannot be read: turned off then, it would turn everybody away for ever."""
+    it = guard()
+    it.look(810)
+    it.look(810)
+    assert engine.pressed is not None
+    usage = memory.usage
+
+    def blind(mx):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(memory, "usage", blind)
+    it.guard._looked = 0.0
+    it.guard()
+    monkeypatch.setattr(memory, "usage", usage)
+    assert engine.pressed is not None
+    it.look(700)
+    assert engine.pressed is None
+
+
+def test_a_batch_that_is_drained_is_trimmed_beside(guard, engine):
+    """It asks for no request until it is empty."""
+    it = guard()
+    trimmed = []
+    it.guard._trim = lambda generator, excess: trimmed.append((generator, excess))
+    engine.generator = types.SimpleNamespace(_generation_thread=threading.Thread())
+    it.look(810)
+    assert it.guard.step(lambda: "stepped", None, (), {}) == "stepped"
+    assert trimmed == [], "another's batch"
+    engine.generator = types.SimpleNamespace(_generation_thread=threading.current_thread())
+    for _ in range(2):
+        assert it.guard.step(lambda: "stepped", None, (), {}) == "stepped"
+    assert trimmed == [(engine.generator, 50 * MIB)]
