@@ -28,11 +28,14 @@ def find(name: str, environ: Mapping[str, str]) -> Path:
     try:
         folder = Path(name).expanduser() if name else None
         found = folder if folder and folder.exists() else in_cache(name, environ)
+        described = found is not None and (found / "config.json").is_file()
+    except PermissionError:
+        raise NotHere("it is closed to this user") from None
     except (OSError, ValueError, RuntimeError):  # too long, a NUL, a ~ of nobody
         found = None
     if found is None:
         raise NotHere("neither a folder that is there nor in the cache of the hub")
-    if not (found / "config.json").is_file():
+    if not described:
         raise NotHere("it has no config.json")
     return found
 

@@ -8,6 +8,7 @@ that is loaded again later, finds no cache: prompts are computed anew. Names of 
 from __future__ import annotations
 
 import inspect
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +44,9 @@ def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """All entries are of the model that is loaded, since those of others went when it came."""
     key = (*args, *kwargs.values(), None, None)[:3]
     generator = engine.generator
+    # In another thread, of a program that loads models itself, the generation thread may be at those very entries.
     ours = getattr(generator, "model_provider", None) is instance
+    ours = ours and threading.current_thread() is engine.generation_thread
     if ours and instance.model_key is not None and instance.model_key != key:
         try:
             generator.prompt_cache.trim_to(n_sequences=0)

@@ -185,6 +185,15 @@ def test_which_model_is_here(tmp_path, monkeypatch):
             local_model.find(name, environ)
 
 
+def test_a_folder_that_is_closed_is_no_model(tmp_path, monkeypatch):
+    def closed(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.is_file", closed)  # for root no folder is closed
+    with pytest.raises(local_model.NotHere, match="closed to this user"):
+        local_model.find(str(tmp_path), {})
+
+
 def test_what_its_weights_are(tmp_path):
     folder = weightless(tmp_path / "model", 4 * GIB, dtype="F16")
     assert local_model.size(folder) == 4 * GIB

@@ -121,7 +121,7 @@ def test_the_loop_keeps_no_hold_of_an_entry(engine):
         assert gone() is None
 
 
-def test_entries_go_with_their_model(engine):
+def test_entries_go_with_their_model(engine, monkeypatch):
     provider, kept = engine.generator.model_provider, engine.generator.prompt_cache
 
     def load(*key):
@@ -136,6 +136,9 @@ def test_entries_go_with_their_model(engine):
     assert switch(A, *A) == 1, "the same again"
     assert switch(None, *B) == 1, "nothing was loaded"
     assert switch(A, *B, to=types.SimpleNamespace(model_key=A)) == 1, "another's provider"
+    with monkeypatch.context() as context:
+        context.setattr(engine.generator, "_generation_thread", threading.Thread())
+        assert switch(A, *B) == 1, "in a program's own thread, which is not to touch what the generation thread uses"
     assert switch(A, "b") == 0
     assert switch(A, "a", None, "draft") == 0, "with a draft model it has other caches"
 
