@@ -1,0 +1,46 @@
+"""What the guard of memory counts as the server's own, and what it holds of those it refuses."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+
+import pytest
+
+from shim import memory
+from shim.errors import ShimError, memory_pressure
+from shim.guards import exhausted_memory
+from shim.memory import Usage
+
+MIB = 2**20
+
+
+def test_what_a_load_left_is_given_back_before_the_limits_are_judged(engine, monkeypatch):
+    """Counted, it would have a limit left out that there is room below."""
+    monkeypatch.setattr(exhausted_memory, "engine", engine)
+    used = [Usage(100 * MIB, 700 * MIB, 900 * MIB)]
+    mx = types.SimpleNamespace(clear_cache=lambda: used.append(Usage(100 * MIB, 0, used[-1].footprint)))
+    monkeypatch.setattr(memory, "give_back", lambda: used.append(Usage(100 * MIB, used[-1].pool, 140 * MIB)))
+    monkeypatch.setattr(memory, "usage", lambda mx: used[-1])
+    made = exhausted_memory._Guard(mx, 800 * MIB, 1000 * MIB)
+    made.next_request(lambda: None, None, (), {})
+    assert made.soft == 800 * MIB
+
+
+def test_an_answer_503_holds_nothing_of_the_request(engine, monkeypatch):
+    monkeypatch.setattr(exhausted_memory, "engine", engine)
+    engine.pressed = memory_pressure()
+
+    class Request:
+        pass
+
+    refused = []
+    for _ in range(3):
+        request = Request()
+        refused.append(weakref.ref(request))
+        with pytest.raises(ShimError):
+            exhausted_memory._handle_completion(lambda _: None, None, (request,), {})
+    del request
+    gc.collect()
+    assert [gone() for gone in refused] == [None] * 3
