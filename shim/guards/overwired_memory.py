@@ -58,7 +58,7 @@ class _View:
 
     def set_wired_limit(self, limit: int) -> int:
         """As mx.set_wired_limit, of no more than MLX_SHIM_WIRED allows: bytes, the earlier limit."""
-        allowed = min(limit, most(settings.current.wired, _model_bytes(self._mx), memory.total() or 0))
+        allowed = min(limit, most(settings.current.wired, _weight(self._mx), memory.total() or 0))
         if allowed < limit:
             report.once(f"mlx_lm may wire {memory.shown(allowed)} rather than {memory.shown(limit)} (MLX_SHIM_WIRED)")
         before: int = self._mx.set_wired_limit(allowed)
@@ -77,6 +77,15 @@ def most(policy: Wired | None, model: int, total: int) -> float:
     if policy.model:
         return model + policy.size if model else 0
     return policy.size
+
+
+def _weight(mx: Any) -> int:
+    """Of the loaded model; 0, as before one is loaded, where it does not tell: stock asks outside any `try`."""
+    try:
+        return _model_bytes(mx)
+    except Exception as error:
+        report.once(f"what the model takes cannot be told, and nothing is wired for it: {error!r}")
+        return 0
 
 
 def _model_bytes(mx: Any) -> int:
