@@ -170,6 +170,8 @@ class _Guard:
     @staticmethod
     def _largest() -> Entry | None:
         """In a batch every sequence takes as much as the longest: no other frees as much. The youngest of equals."""
+        if engine.single and engine.distributed:
+            return None  # stock has no end for it: rank 0 would leave the work that the others go on with
         able = [e for e in list(engine.entries.values()) if not e.stopped and e.phase != FINISHED]
         return max(able, key=lambda e: (_size(e), e.id), default=None)
 

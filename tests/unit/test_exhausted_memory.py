@@ -189,6 +189,17 @@ def test_above_hard_with_nobody_to_end_it_is_replaced_once(guard):
     assert "still above hard, 1000.0 MiB" in it.orders[0].why
 
 
+def test_one_that_several_machines_serve_alone_is_not_ended(guard, engine, request_):
+    running(request_, 10)
+    engine.generator, engine.single = types.SimpleNamespace(_is_distributed=True), True
+    it = guard()
+    it.look(1001)
+    it.look(1001)
+    assert victims(engine) == []
+    it.look(1001, exhausted_memory.GRACE)
+    assert len(it.orders) == 1
+
+
 def test_a_long_step_is_given_longer(guard, engine, request_):
     running(request_, 10)
     it = guard()
