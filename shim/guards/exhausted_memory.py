@@ -23,6 +23,7 @@ UPSTREAM = "mlx-lm 854, 883, 1390, 1480, 1666; mlx 3186, 3346"
 MODULE = "mlx_lm.server"
 
 EVERY = 1.0  # seconds between two looks
+MARGIN = 1.05  # times what the process has with its model up: a limit below that leaves nothing to serve with
 RELEASE = 0.95  # of soft, below which new requests are let in again
 # Seconds until the process is replaced: above soft with nobody served, or above hard with nobody left to end; and above
 # hard with one whose end waits for a step of the engine.
@@ -104,7 +105,7 @@ class _Guard:
         usage = memory.usage(self._mx)
         for name in ("soft", "hard"):
             limit = getattr(self, name)
-            if limit and usage.counted >= limit:
+            if limit and usage.counted * MARGIN >= limit:
                 setattr(self, name, 0)
                 report.line(
                     f"{settings.variable('memory_' + name)}, {shown(limit)}, is left out: with its model up the process "

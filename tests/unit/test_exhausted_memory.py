@@ -251,8 +251,6 @@ def test_with_both_left_out_macos_alone_decides(guard, engine):
     assert it.orders == []
 
 
-
-
 def test_a_look_that_sees_nothing_is_not_the_last(guard, engine, monkeypatch):
     """With no file descriptor left /proc cannot be read: turned off then, it would turn everybody away for ever."""
     it = guard()
