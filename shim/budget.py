@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from . import settings
+from . import values
 from .guards import overwired_memory
 from .kv_cost import Cost
 
@@ -44,8 +44,8 @@ def as_setting(size: int) -> str:
 
 def wired(total: int, model: int) -> str:
     """What MLX_SHIM_WIRED=auto comes to, as another value of it: off, or model+4G."""
-    auto = settings.parse_wired("auto")
-    return "off" if not overwired_memory.most(auto, model, total) else f"model+{settings.AUTO_MARGIN >> 30}G"
+    auto = values.parse_wired("auto")
+    return "off" if not overwired_memory.most(auto, model, total) else f"model+{values.AUTO_MARGIN >> 30}G"
 
 
 def lengths(longest: int | None) -> list[int]:

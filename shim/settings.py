@@ -4,138 +4,31 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
-from . import memory
-from .breaker import MOST, Limit
+from .breaker import Limit
 from .guards import GUARDS
+from .values import (
+    OFF,
+    ON,
+    Wired,
+    parse_breaker,
+    parse_choice,
+    parse_count,
+    parse_duration,
+    parse_kv_size,
+    parse_memory,
+    parse_names,
+    parse_optional_size,
+    parse_size,
+    parse_switch,
+    parse_wired,
+)
 
 PREFIX = "MLX_SHIM"
 KILL_SWITCH = PREFIX
-OFF, ON = ("0", "off", "false", "no"), ("1", "on", "true", "yes")
-SMALLEST_KV_SIZE = 16
-AUTO_MARGIN = 4 << 30  # bytes wired beside a model that is large for the machine
-_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def parse_switch(text: str) -> bool:
-    """True or False from the usual words. Raises ValueError saying what is accepted."""
-    word = text.strip().lower()
-    if word in OFF or word in ON:
-        return word in ON
-    raise ValueError("accepted: " + ", ".join((*ON, *OFF)))
-
-
-def parse_duration(text: str) -> float:
-    """Seconds from 90, 90s, 1.5m, 500ms or 2h. Raises ValueError saying what is accepted."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|)", text.strip().lower())
-    if match is None:
-        raise ValueError("accepted: a duration such as 90, 90s, 2m, 1h or 500ms")
-    return float(match[1]) * _UNITS[match[2]]
-
-
-def parse_size(text: str) -> int:
-    """Bytes from 4096, 512K, 512M or 12G (powers of 1024). Raises ValueError saying what is accepted."""
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError("accepted: a size such as 1048576, 512K, 64M or 12G")
-    return int(float(match[1]) * 1024 ** ("", "K", "M", "G", "T").index(match[2].upper()))
-
-
-def parse_memory(text: str) -> int:
-    """Bytes from a size, or from a share of the machine's memory such as 80%. Raises ValueError saying what is accepted."""
-    share = re.fullmatch(r"(\d{1,2}(?:\.\d+)?|100)\s*%", text.strip())
-    if share is not None:
-        return int((memory.total() or 0) * float(share[1]) / 100)
-    try:
-        return parse_size(text)
-    except ValueError:
-        raise ValueError("accepted: a size such as 48G, or a share of the machine's memory such as 80%") from None
-
-
-def parse_optional_size(text: str) -> int | None:
-    """Bytes from a size, or None for stock. Raises ValueError saying what is accepted."""
-    if text.strip().lower() == "stock":
-        return None
-    try:
-        return parse_size(text)
-    except ValueError:
-        raise ValueError("accepted: stock, or a size such as 512M or 12G") from None
-
-
-class Wired(NamedTuple):
-    """How much may be wired at most: `size` bytes, beside the model's where `model` says so."""
-
-    size: int = 0
-    model: bool = False
-    auto: bool = False  # none for a model that leaves enough room; for a larger one the model and `size`
-
-
-def parse_wired(text: str) -> Wired | None:
-    """None for stock; off, a size, a share of memory, model+SIZE, or auto. Raises ValueError saying what is accepted."""
-    word = text.strip().lower()
-    if word == "stock":
-        return None
-    try:
-        if word in OFF:
-            return Wired()
-        if word == "auto":
-            return Wired(AUTO_MARGIN, model=True, auto=True)
-        beside = word.removeprefix("model+")
-        return Wired(parse_memory(beside), model=beside != word)
-    except ValueError:
-        raise ValueError("accepted: stock, off, auto, a size such as 12G, a share such as 60%, or model+4G") from None
-
-
-def parse_count(text: str) -> int:
-    """A whole number, zero or more. Raises ValueError saying what is accepted."""
-    if not re.fullmatch(r"\d{1,18}", text.strip()):
-        raise ValueError("accepted: a whole number such as 32768; 0 is none")
-    return int(text)
-
-
-def parse_kv_size(text: str) -> int:
-    """0, or tokens for a rotating cache, which keeps the first 4 for good. Raises ValueError saying what is accepted."""
-    count = parse_count(text)
-    if 0 < count < SMALLEST_KV_SIZE:
-        raise ValueError(f"accepted: 0 or at least {SMALLEST_KV_SIZE}")
-    return count
-
-
-def parse_names(text: str) -> tuple[str, ...]:
-    """Names separated by commas."""
-    return tuple(name for name in (part.strip() for part in text.split(",")) if name)
-
-
-def parse_breaker(text: str) -> Limit | None:
-    """5/10m, or with the first wait 5/10m,10s; None for 0 or off. Raises ValueError saying what is accepted."""
-    if text.strip().lower() in OFF:
-        return None
-    deaths, _, rest = text.partition("/")
-    window, comma, base = rest.partition(",")
-    try:
-        limit = Limit(parse_count(deaths), parse_duration(window), parse_duration(base if comma else "10s"))
-    except ValueError:
-        limit = Limit(0, 0, 0)
-    if 1 <= limit.deaths <= MOST and limit.window and limit.base:
-        return limit
-    raise ValueError(
-        f"accepted: deaths (1 to {MOST}) and a duration such as 5/10m, or with the first wait 5/10m,10s; 0 is none"
-    )
-
-
-def parse_choice(*choices: str) -> Callable[[str], str]:
-    """A parser that accepts just these words."""
-
-    def parse(text: str) -> str:
-        if text.strip().lower() in choices:
-            return text.strip().lower()
-        raise ValueError("accepted: " + ", ".join(choices))
-
-    return parse
 
 
 def _setting(default: str, kind: str, parse: Callable[[str], Any], meaning: str, guard: str = "") -> Any:

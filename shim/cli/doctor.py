@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .. import __version__, local_model, memory, models, settings
+from .. import __version__, local_model, memory, models, settings, values
 from . import memory_budget, path
 
 HELP = (
@@ -92,7 +92,7 @@ def _ask() -> dict[str, Any] | str:
         found: dict[str, Any] = json.loads(answer.read_text())
     if found["states"] is not None:
         return found
-    if os.environ.get(settings.KILL_SWITCH, "").strip().lower() in settings.OFF:
+    if os.environ.get(settings.KILL_SWITCH, "").strip().lower() in values.OFF:
         return f"the kill switch {settings.KILL_SWITCH} is off\nFIX: unset {settings.KILL_SWITCH}"
     if found["chained"]:
         return f"{found['chained']} comes first and ours never runs\nFIX: put {path.folder()} first on PYTHONPATH"

@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import memory, report, settings
 from ..engine import engine
-from ..settings import Wired
+from ..values import Wired
 from . import Incompatible, require
 
 UPSTREAM = "mlx-lm 883, 1252, 1666; mlx 3186, 3346"

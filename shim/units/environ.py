@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .. import settings
+from .. import settings, values
 from . import Refused
 
 KEY_FILE = settings.variable("api_key_file")
@@ -95,7 +95,7 @@ def seconds(environ: Mapping[str, str], name: str, default: str = "") -> float:
     """A duration of the environment, or its default. Raises Refused."""
     value = environ.get(name, "").strip() or _DEFAULTS.get(name, default)
     try:
-        return settings.parse_duration(value)
+        return values.parse_duration(value)
     except ValueError as error:
         raise Refused(f"{name}={value!r} is not valid; {error}") from None
 
@@ -114,7 +114,7 @@ def doubts(environ: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
     """What is probably not meant in the environment of a unit."""
     _, bad, unknown = settings.load(environ)
     found = [*bad, *unknown]
-    if environ.get(settings.KILL_SWITCH, "").strip().lower() in settings.OFF:
+    if environ.get(settings.KILL_SWITCH, "").strip().lower() in values.OFF:
         found.append(f"{settings.KILL_SWITCH} is off, here or in --env: the unit runs stock, without the shim")
     found += [
         f"{name} is set here, and the unit does not have it; if the server needs it, add --env {name}=..."

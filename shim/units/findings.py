@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .. import settings
+from .. import settings, values
 from . import Refused, environ, shell
 from .invocation import MODEL, Invocation, deaf, interpreter_of, option, take_apart
 
@@ -169,14 +169,14 @@ def _environment(
 ) -> None:  # fmt: skip
     where = facts.environ_at
     write = facts.python_path.format(folder)
-    if variables.get(settings.KILL_SWITCH, "").strip().lower() in settings.OFF:
+    if variables.get(settings.KILL_SWITCH, "").strip().lower() in values.OFF:
         found.defeats(where, f"{settings.KILL_SWITCH} is off: the server runs as stock", "nothing of it")
     if needs_path:
         why = _python_path(variables.get("PYTHONPATH"), facts.workdir)
         if why:
             found.defeats(where, f"{why}: the server runs as stock", write)
     for name in (settings.variable(guard) for guard in _EXITS):
-        if variables.get(name, "").strip().lower() in settings.OFF:
+        if variables.get(name, "").strip().lower() in values.OFF:
             found.defeats(where, f"{name} is off: a server that is dead inside does not exit", "nothing of it")
     if variables.get(settings.variable("on_stall"), "").strip().lower() == "dump":
         found.note(where, "MLX_SHIM_ON_STALL=dump: a stalled server is not restarted", "nothing of it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shim import account as account_module
-from shim import breaker, settings
+from shim import breaker, settings, values
 from shim.breaker import Death, Limit
 from shim.state_file import LOADING, UP, WAITING, Run, State
 
@@ -27,7 +27,7 @@ def deaths(*ages, status=70):
     ],
 )  # fmt: skip
 def test_the_setting(text, limit):
-    assert settings.parse_breaker(text) == limit
+    assert values.parse_breaker(text) == limit
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from harness import REPO
 from mlx_lm.models.cache import make_prompt_cache
 from model_folders import weightless
 
-from shim import budget, kv_cost, lazy_cost, local_model, settings
+from shim import budget, kv_cost, lazy_cost, local_model, values
 from shim.cli import memory_budget
 from shim.kv_cost import Cost, Layer
 
@@ -44,7 +44,7 @@ def test_what_is_recommended(total, model, soft, hard):
     assert model < found.soft < found.hard < total
     told = [budget.as_setting(size) for size in found]
     assert told == [f"{soft}M", f"{hard}M"]
-    assert [settings.parse_memory(text) for text in told] == list(found), "a setting says the same"
+    assert [values.parse_memory(text) for text in told] == list(found), "a setting says the same"
 
 
 def test_nothing_is_recommended_where_the_model_leaves_too_little():
@@ -56,7 +56,7 @@ def test_what_auto_comes_to():
     assert budget.wired(100 * GIB, 59 * GIB) == "off"
     assert budget.wired(100 * GIB, 61 * GIB) == "model+4G"
     for value in ("off", "model+4G"):
-        settings.parse_wired(value)
+        values.parse_wired(value)
 
 
 def test_how_many_contexts_fit():

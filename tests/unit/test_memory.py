@@ -11,10 +11,10 @@ import mlx.core as mx
 import psutil
 import pytest
 
-from shim import memory, settings
+from shim import memory, values
 from shim.guards import overwired_memory
 from shim.memory import Usage
-from shim.settings import Wired
+from shim.values import Wired
 
 MIB, GIB = 2**20, 2**30
 LOOKS = 500
@@ -134,29 +134,29 @@ def test_macos_pressure_by_a_stand_in_for_its_call(level, monkeypatch):
 )  # fmt: skip
 def test_wired_is_read(text, expected, monkeypatch):
     monkeypatch.setattr(memory, "total", lambda: 64 * GIB)
-    assert settings.parse_wired(text) == expected
+    assert values.parse_wired(text) == expected
 
 
 @pytest.mark.parametrize("text", ["all", "model", "model+", "-1", "120%", "4G+model", "1e9", "nan", "%", "12X"])
 def test_what_wired_is_not(text):
     with pytest.raises(ValueError, match=r"accepted: stock, off, auto, a size such as 12G"):
-        settings.parse_wired(text)
+        values.parse_wired(text)
 
 
 @pytest.mark.parametrize("text", ["-1", "101%", "1000%", "half", "%", "5 G B", ""])
 def test_what_a_limit_is_not(text):
     with pytest.raises(ValueError, match="accepted: a size such as 48G, or a share"):
-        settings.parse_memory(text)
+        values.parse_memory(text)
 
 
 def test_a_limit_is_a_size_or_a_share(monkeypatch):
     monkeypatch.setattr(memory, "total", lambda: 64 * GIB)
-    assert [settings.parse_memory(text) for text in ("0", "48G", "75%", "100 %", "12.5%")] == [
+    assert [values.parse_memory(text) for text in ("0", "48G", "75%", "100 %", "12.5%")] == [
         0, 48 * GIB, 48 * GIB, 64 * GIB, 8 * GIB,
     ]  # fmt: skip
-    assert [settings.parse_optional_size(text) for text in ("stock", "0", "1M")] == [None, 0, MIB]
+    assert [values.parse_optional_size(text) for text in ("stock", "0", "1M")] == [None, 0, MIB]
     with pytest.raises(ValueError, match="accepted: stock, or a size"):
-        settings.parse_optional_size("much")
+        values.parse_optional_size("much")
 
 
 @pytest.mark.parametrize(
@@ -167,5 +167,5 @@ def test_a_limit_is_a_size_or_a_share(monkeypatch):
     ],
 )  # fmt: skip
 def test_how_much_may_be_wired(policy, model, expected):
-    found = overwired_memory.most(settings.parse_wired(policy), model * GIB, 64 * GIB)
+    found = overwired_memory.most(values.parse_wired(policy), model * GIB, 64 * GIB)
     assert found == (expected if expected == float("inf") else expected * GIB)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shim import settings
+from shim import settings, values
 from shim.guards import GUARDS
 
 
@@ -10,18 +10,18 @@ from shim.guards import GUARDS
     ("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("500ms", 0.5), (" 1S ", 1), ("0", 0)]
 )
 def test_durations(text, seconds):
-    assert settings.parse_duration(text) == seconds
+    assert values.parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "fast", "-1", "1d", "1 2", "nan", "inf", "1e3", "s"])
 def test_bad_durations(text):
     with pytest.raises(ValueError, match="accepted: a duration such as 90"):
-        settings.parse_duration(text)
+        values.parse_duration(text)
 
 
 @pytest.mark.parametrize(("text", "value"), [("0", False), ("OFF", False), ("no", False), ("1", True), (" yes ", True)])
 def test_switches(text, value):
-    assert settings.parse_switch(text) is value
+    assert values.parse_switch(text) is value
 
 
 def test_defaults_are_what_the_table_says():
@@ -70,21 +70,21 @@ def test_the_settings_are_frozen():
     [("4096", 4096), ("512K", 2**19), ("64M", 2**26), ("1.5g", 3 * 2**29), ("12GB", 12 * 2**30), ("1TiB", 2**40)],
 )
 def test_sizes(text, size):
-    assert settings.parse_size(text) == size
+    assert values.parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "big", "-1", "1X", "1 G", "nan", "M", "9" * 400, "9" * 400 + "T"])
 def test_bad_sizes(text):
     with pytest.raises(ValueError, match="accepted: a size such as"):
-        settings.parse_size(text)
+        values.parse_size(text)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "many", "1e3", "9" * 19])
 def test_bad_counts(text):
     with pytest.raises(ValueError, match="accepted: a whole number"):
-        settings.parse_count(text)
+        values.parse_count(text)
 
 
 def test_counts_and_names():
-    assert settings.parse_count(" 32768 ") == 32768
-    assert settings.parse_names(" a/b, c ,,") == ("a/b", "c")
+    assert values.parse_count(" 32768 ") == 32768
+    assert values.parse_names(" a/b, c ,,") == ("a/b", "c")

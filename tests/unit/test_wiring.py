@@ -11,7 +11,8 @@ from mlx import nn
 from shim import memory, settings
 from shim.engine import Engine
 from shim.guards import overwired_memory
-from shim.settings import AUTO_MARGIN, Settings, parse_wired
+from shim.settings import Settings
+from shim.values import AUTO_MARGIN, parse_wired
 
 ASKED = 64 << 30
 BYTES = 8 * 8 * 4
