@@ -33,8 +33,9 @@ class HeldBody:
         if not self.begun and self._held is None:
             self._held = bytes(data)  # http.server writes the headers in one piece
             return len(data)
-        self.release()
-        self.raw.write(data)
+        held, self._held = self._held or b"", None
+        self.begun = True
+        self.raw.write(held + data)  # in one piece: should the process end between two, a whole answer would be cut
         return len(data)
 
     def release(self) -> None:

@@ -55,7 +55,9 @@ def test_no_client_sees_that_an_engine_died(tmp_path):
             assert wait_until(lambda server=server: at_work(server), headline.PATIENCE)
         assert [crowd.leave(), control.leave()] == [0, 0]
         print(f"\n{crowd.answers} answers; without retries {control.answers} and {len(control.errors)} errors")
-        assert crowd.errors == []
+        assert crowd.errors == [], [repr(error.__cause__) for error in crowd.errors] + [
+            s.text()[-3000:] for s in servers
+        ]
         if not control.errors:
             raise Inconclusive("no client saw an error without retries either")
 
