@@ -101,7 +101,8 @@ class Engine:
         self.run_error: BaseException | None = None  # what ended it
         self.ending: ShimError | None = None  # what waiting clients are told, once the process is about to end
         self.stalled: str | None = None  # the verdict, while MLX_SHIM_ON_STALL=dump lets a stall be
-        self.pressed: ShimError | None = None  # what new requests are told while memory is short
+        # While memory is short: what new requests are told, each by an error of its own.
+        self.pressed: ShimError | None = None
         self.memory: Usage | None = None  # as the watchdog last saw it; only where a guard has it look
         self.steps = 0  # of the batch, completed: each owes a token to every request in decode
         self.turns = 0  # of the generation loop, where it asks for the next request

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import socket
 import statistics
 import subprocess
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from harness import KILLER, NEWEST, REPO, VENVS, Inconclusive, Server, clean_environ, free_port, python_of, wait_until
+from harness import KILLER, NEWEST, REPO, VENVS, Inconclusive, Kept, clean_environ, free_port, python_of, wait_until
 
 RAISES, STALLS, KILLS = "RuntimeError", "sleep", "request"  # how a server is brought to die
 CLIENTS = 8
@@ -54,7 +52,7 @@ def configuration(
     return textwrap.dedent(SUPERVISORD).format(folder=folder) + unit.stdout
 
 
-class Supervised(Server):
+class Supervised(Kept):
     """The server as supervisord's child, with the socket handed over or without."""
 
     def __init__(self, line: str, model: Any, folder: Path, *, hand_over: bool, environ: dict[str, str] | None = None):
@@ -77,13 +75,6 @@ class Supervised(Server):
     def configure(self, text: str) -> str:
         """For what a test wants supervisord to read besides."""
         return text
-
-    def __exit__(self, *_: object) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
 
     @property
     def deaths(self) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import textwrap
 import time
 
 import pytest
-from harness import KILLER, NEWEST, REPO, VENVS, Inconclusive, Server, clean_environ, free_port, python_of, wait_until
+from harness import KILLER, NEWEST, REPO, VENVS, Inconclusive, Kept, clean_environ, free_port, python_of, wait_until
 
 pytestmark = pytest.mark.usefixtures("killable")
 
@@ -30,7 +28,7 @@ CONFIG = """
 """
 
 
-class Supervised(Server):
+class Supervised(Kept):
     """The server as a supervisord's child: it may die and come back under another PID, on the same port."""
 
     def __init__(self, line, model, folder, *, switch="1"):
@@ -49,13 +47,6 @@ class Supervised(Server):
                 command, env=clean_environ(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
         assert wait_until(self.log.exists, 30)
-
-    def __exit__(self, *_):
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("deaths", [2])
