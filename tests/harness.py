@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -65,9 +67,22 @@ def need(program: str) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """One that stays free until the server binds it: no other worker is given it, nor has a client's connection it."""
+    for port in _PORTS:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("unreachable")
+
+
+def _own_ports() -> Iterator[int]:
+    """Of this worker, again and again, below what systems give to connections (Linux from 32768, macOS from 49152)."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first, count = 10_000 + worker % 10 * 2_000, 2_000
+    for n in itertools.count(secrets.randbelow(count)):  # two runs on one machine seldom meet
+        yield first + n % count
+
+
+_PORTS = _own_ports()
 
 
 @contextlib.contextmanager

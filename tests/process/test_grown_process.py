@@ -64,7 +64,7 @@ GROWING = """
         global kept
         while not Path({trigger!r}).exists():
             time.sleep(0.1)
-        kept = b"x" * (1 << 30)
+        kept = b"x" * (1200 << 20)
     threading.Thread(target=grow, daemon=True).start()
     from mlx_lm.server import main
     main()
@@ -72,6 +72,7 @@ GROWING = """
 
 
 def test_a_footprint(tiny, tmp_path):
+    """1200 MiB are above 1 GiB, whatever was drawn; and below 2 GiB."""
     trigger, program = tmp_path / "trigger", tmp_path / "program.py"
     program.write_text(textwrap.dedent(GROWING).format(trigger=str(trigger)))
     environ = {"MLX_SHIM_RECYCLE_MEMORY": "1G"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 
 import headline
@@ -14,7 +15,7 @@ RETRIES = ("option redispatch", "retries ", "retry-on ")
 
 @contextlib.contextmanager
 def haproxy(folder, servers, *, retries: bool):
-    """The recipe of docs/supervision.md with other addresses; yields its port."""
+    """The recipe of docs/supervision.md with other addresses; yields its port, once it listens there."""
     port = free_port()
     config = headline.recipe("backend servers").replace("127.0.0.1:8000", f"127.0.0.1:{port}")
     for address, server in zip(("192.0.2.1:8080", "192.0.2.2:8080"), servers, strict=True):
@@ -28,11 +29,17 @@ def haproxy(folder, servers, *, retries: bool):
             [need("haproxy"), "-db", "-f", str(path)], stdout=log, stderr=log, env=clean_environ()
         )
     try:
+        assert wait_until(lambda: listens(port), 30), path.with_suffix(".log").read_text()
         yield port
         assert process.poll() is None, path.with_suffix(".log").read_text()
     finally:
         process.kill()
         process.wait()
+
+
+def listens(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_no_client_sees_that_an_engine_died(tmp_path):
