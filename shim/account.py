@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from .state_file import LOADING, UP, WAITING, Run, State, StateFile
 TICK = 1.0  # seconds between two looks at the run
 SEEN = 60.0  # seconds between two notes that it lives, and what it holds
 LATELY = 120.0  # seconds after which a dead process has given its memory back, or never will
+JITTER = 0.1  # of a wait, at most: servers that were brought down together do not load their models together
 _GOOD_RUN = 600.0  # seconds, where there is no breaker
 
 
@@ -65,6 +67,7 @@ class Account:
         now, limit = self._now(), settings.current.breaker
         state = judged(last, limit, now)
         left = breaker.seconds(state.deaths, limit) if limit and not state.served else 0.0
+        left = min(breaker.LONGEST, left * random.uniform(1, 1 + JITTER))  # noqa: S311
         if last.run is not None and last.run.phase == WAITING:  # somebody ended it meanwhile: it does not begin anew
             left = min(left, max(0.0, last.run.until - now))
         self.state = replace(state, run=Run(WAITING if left or state.killed else LOADING, now, now + left))

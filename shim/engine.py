@@ -104,6 +104,7 @@ class Engine:
         # While memory is short: what new requests are told, each by an error of its own.
         self.pressed: ShimError | None = None
         self.memory: Usage | None = None  # as the watchdog last saw it; only where a guard has it look
+        self.left_out: set[str] = set()  # settings of limits that are hardly above what the model takes
         self.steps = 0  # of the batch, completed: each owes a token to every request in decode
         self.turns = 0  # of the generation loop, where it asks for the next request
         self.spent = 0  # tokens, of prompts computed and made, for requests that are closed

@@ -1,7 +1,7 @@
 """Memory is taken until there is none: macOS panics, or kills the server with everybody's requests.
 
 Here, where MLX_SHIM_MEMORY_SOFT or _HARD is set, the watchdog looks once a second at what is in use, the larger of
-MLX's count and the process's footprint. Above soft, what is free to go goes: what MLX and malloc keep, then entries of
+MLX's count and the process's footprint. Above soft, what is free to go is trimmed: what MLX and malloc keep, then entries of
 the prompt cache; if that is not enough new requests are 503 `memory_pressure`. Above hard the largest requests are
 ended with that error, one after another. What stays above, with nobody left to free anything, is drained and replaced
 (75).
@@ -25,6 +25,7 @@ MODULE = "mlx_lm.server"
 EVERY = 1.0  # seconds between two looks
 MARGIN = 1.05  # times what the process has with its model up: a limit below that leaves nothing to serve with
 RELEASE = 0.95  # of soft, below which new requests are let in again
+CALM = 60.0  # seconds below that after which an episode above soft is over: each trim ends right there
 # Seconds until the process is replaced: above soft with nobody served, or above hard with nobody left to end; and above
 # hard with one whose end waits for a step of the engine.
 GRACE, STEP_GRACE = 10.0, 60.0
@@ -69,6 +70,7 @@ class _Guard:
         self._looked = 0.0
         self._begun = False
         self._above = False  # soft, when it last looked
+        self._last_above: float | None = None  # while an episode lasts, which is a line at its begin and one at its end
         self._relieved = False  # whether a trim since then was enough
         self._excess = 0  # bytes the generation thread is asked to let go of
         self._hard_since: float | None = None  # or since the last request was ended for it
@@ -107,6 +109,7 @@ class _Guard:
             limit = getattr(self, name)
             if limit and usage.counted * MARGIN >= limit:
                 setattr(self, name, 0)
+                engine.left_out.add(f"memory_{name}")
                 report.line(
                     f"{settings.variable('memory_' + name)}, {shown(limit)}, is left out: with its model up the process "
                     f"has {shown(usage.counted)} already"
@@ -118,10 +121,11 @@ class _Guard:
         full = self.soft > 0 and usage.counted >= self.soft
         low = usage.counted < self.soft * RELEASE or not self.soft
         relieved, self._relieved = self._relieved, False
+        limit = f"soft is {shown(self.soft)}" if full else "macOS says critical"
         if full or critical or (short and not low):
             self._excess = max(1, usage.counted - int(self.soft * RELEASE)) if self.soft else 1
+        self._tell_episode(usage, now, limit if full or critical else None, low=low)
         if (full or critical) and self._above and not relieved and not short:
-            limit = f"soft is {shown(self.soft)}" if full else "macOS says critical"
             report.line(f"memory: {_told(usage)}, {limit}: new requests are 503 until it is less")
             engine.pressed = memory_pressure()
         elif short and not (full or critical) and (low or _is_idle()):  # idle, nothing more is to be expected
@@ -131,6 +135,16 @@ class _Guard:
         self._stuck_since = (self._stuck_since or now) if full and short and _is_idle() else None
         if self._stuck_since is not None and now - self._stuck_since >= GRACE:
             self._replace(f"memory: {_told(usage)} with nobody served, soft is {shown(self.soft)}", usage)
+
+    def _tell_episode(self, usage: Usage, now: float, limit: str | None, *, low: bool) -> None:
+        """A line where it begins, and one where it is over."""
+        if limit is not None:
+            if self._last_above is None:
+                report.line(f"memory: {_told(usage)}, {limit}: what is free to go is trimmed")
+            self._last_above = now
+        elif self._last_above is not None and low and now - self._last_above >= CALM:
+            report.line(f"memory: {_told(usage)}: below soft again")
+            self._last_above = None
 
     def _judge_hard(self, usage: Usage, now: float) -> None:
         if usage.counted < self.hard:

@@ -71,8 +71,10 @@ class _Guard:
     def tokenize(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         """Where what it raises goes to this request alone."""
         result = wrapped(*args, **kwargs)
+        if self._cost is None or "memory_hard" in engine.left_out:
+            return result
         # Other ranks would go on without us, and another generator may have another model.
-        if self._cost is not None and instance is engine.generator and not engine.distributed:
+        if instance is engine.generator and not engine.distributed:
             try:
                 self._admit(self._cost, instance, len(result[0]))
             except ShimError:
@@ -87,7 +89,7 @@ class _Guard:
         now = self._mx.get_active_memory() - cached - running + (self._overhead or 0)
         self._fixed = min(self._fixed, now)
         if self._fixed >= hard:
-            return  # exhausted_memory has left it out: it is below what the model takes
+            return  # as exhausted_memory would leave it out: it is below what the model takes
         if self._fixed + cost.bytes_of(tokens) > hard:
             fit = cost.tokens_within(int(hard - self._fixed))
             raise ShimError(

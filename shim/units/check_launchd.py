@@ -14,9 +14,8 @@ from .environ import LAUNCHD_SOCKET
 from .findings import Facts, Findings, common
 from .launchd_keys import KEYS, WITHIN, is_a
 
-_SOON = (
-    20  # seconds: the least that launchd has been documented to wait where ExitTimeOut is missing; newer ones take 5
-)
+_SOON = 5  # seconds, in practice today
+_SOON_IS_SAID = f"SIGKILL after {_SOON} s as launchd is today, after 20 s by older manuals"
 _TRUE = "<key>KeepAlive</key><true/>"
 _LONG_PAUSE = 60  # seconds
 _ENOUGH_FILES = 1024
@@ -48,12 +47,12 @@ def _facts(plist: Mapping[str, Any]) -> Facts:
     if plist.get("Program"):
         argv = [str(plist["Program"]), *argv[1:]]
     limit = plist.get("ExitTimeOut", _SOON)
-    at = "ExitTimeOut" if "ExitTimeOut" in plist else "ExitTimeOut, which is missing"
+    missing = "" if "ExitTimeOut" in plist else _SOON_IS_SAID
     return Facts(
         argv, {k: v for k, v in plist.get("EnvironmentVariables", {}).items() if isinstance(v, str)},
         plist.get("WorkingDirectory", ""), "ProgramArguments", "EnvironmentVariables",
-        "<key>PYTHONPATH</key><string>{}</string>", at, float(limit) if limit else None,
-        "<key>ExitTimeOut</key><integer>{}</integer>",
+        "<key>PYTHONPATH</key><string>{}</string>", "ExitTimeOut", float(limit) if limit else None,
+        "<key>ExitTimeOut</key><integer>{}</integer>", missing,
     )  # fmt: skip
 
 

@@ -63,6 +63,7 @@ class Facts:
     stop_at: str
     stop: float | None  # seconds, None for ever
     stop_write: str  # with {} for the seconds
+    stop_missing: str = ""  # what follows from its being missing, where no figure can be relied on
 
 
 def common(found: Findings, facts: Facts, folder: Path) -> None:
@@ -213,6 +214,8 @@ def _stop(found: Findings, facts: Facts, variables: Mapping[str, str]) -> None:
     write = facts.stop_write.format(limit)
     if facts.stop is None:
         found.note(facts.stop_at, "it waits for ever for the server to stop, also at shutdown", write)
+    elif facts.stop_missing:
+        found.defeats(facts.stop_at, f"it is missing: {facts.stop_missing}; the drain takes up to {needed:g} s", write)
     elif facts.stop < needed:
         what = f"SIGKILL after {facts.stop:g} s, and the drain takes up to {needed:g} s: what is in flight is lost"
         found.defeats(facts.stop_at, what, write)

@@ -77,7 +77,7 @@ def test_deaths_hold_the_next_start(tiny, tmp_path):
     with place.start(MLX_SHIM_PREFILL_STALL="1s") as server:
         body = held(server)
         assert body["reason"] == "2 deaths, 2 of them within 600 s (the last: status 70)"
-        assert 0 < body["seconds_left"] <= 6
+        assert 0 < body["seconds_left"] <= 7
         assert health(server, "/health/live")[0] == 200
         assert health(server, "/health/ready")[0] == 503
         refused_with_retry_after(server)
@@ -106,7 +106,7 @@ def test_deaths_hold_the_next_start(tiny, tmp_path):
         body = held(server)
         assert place.statuses() == [70, 70, None]
         assert body["reason"].endswith("(the last: it was killed or crashed)")
-        assert 6 < body["seconds_left"] <= 12
+        assert 6 < body["seconds_left"] <= 14
         server.process.send_signal(signal.SIGINT)
         asked = time.monotonic()
         assert server.wait_exit() in (0, -signal.SIGABRT), "as stock"
@@ -126,7 +126,7 @@ def refused_with_retry_after(server):
     connection.request("POST", "/v1/completions", json.dumps({"prompt": "x"}), {"Content-Type": "application/json"})
     answer = connection.getresponse()
     assert answer.status == 503
-    assert 0 < int(answer.headers["Retry-After"]) <= 6
+    assert 0 < int(answer.headers["Retry-After"]) <= 7
     assert json.loads(answer.read())["error"]["code"] == "breaker"
     connection.close()
 

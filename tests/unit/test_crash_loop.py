@@ -11,7 +11,7 @@ import time
 import pytest
 
 from shim import account as account_module
-from shim import memory, settings, state_file
+from shim import breaker, memory, settings, state_file
 from shim.account import Account
 from shim.breaker import Death, Limit
 from shim.guards import crash_loop
@@ -38,6 +38,7 @@ def start(engine, monkeypatch, tmp_path, clock, lines):
     monkeypatch.setattr(account_module, "engine", engine)
     monkeypatch.setattr(crash_loop, "engine", engine)
     monkeypatch.setattr(settings, "current", settings.Settings(breaker=LIMIT))
+    monkeypatch.setattr(account_module, "JITTER", 0.0)
     monkeypatch.setattr(account_module, "TICK", 3600.0)  # the test looks itself
     held: list[StateFile] = []
 
@@ -84,6 +85,32 @@ def test_deaths_are_waited_for_once_each(start, clock):
     do(account, account.ends, None)
     clock[0] += 2
     assert start()[1] == 10, "or stopped"
+
+
+def test_a_wait_is_drawn_a_little_longer_but_not_beyond_the_longest(start, clock, monkeypatch):
+    monkeypatch.setattr(account_module, "JITTER", 0.1)
+    monkeypatch.setattr(account_module.random, "uniform", lambda low, high: high)
+    die(start, 3)
+    assert start()[1] == pytest.approx(11)
+    clock[0] += 4
+    assert start()[1] == pytest.approx(7), "what is left, and not longer for being drawn again"
+    die(start, 9)
+    assert start()[1] == breaker.LONGEST
+
+
+def test_what_is_drawn(start, monkeypatch):
+    monkeypatch.setattr(account_module, "JITTER", 0.1)
+    die(start, 3)
+    drawn = set()
+    for _ in range(20):
+        account, seconds = start()
+        drawn.add(seconds)
+        account.state = account_module.replace(
+            account.state, run=None
+        )  # so that none is what is left of the one before
+        do(account, account.save)
+    assert len(drawn) > 10
+    assert all(10 <= seconds <= 11 for seconds in drawn)
 
 
 def test_a_long_good_run_clears_it_and_a_shorter_one_does_not(start, monkeypatch):

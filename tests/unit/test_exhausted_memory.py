@@ -69,8 +69,10 @@ def test_above_soft_it_trims_first_and_then_turns_away(guard, engine, request_):
     assert engine.pressed is not None, "just below soft is no relief"
     it.look(750)
     assert engine.pressed is None
-    assert len(it.lines) == 2
-    assert "soft is 800.0 MiB" in it.lines[0]
+    assert [line.rpartition(": ")[2] for line in it.lines] == [
+        "what is free to go is trimmed", "new requests are 503 until it is less", "new requests are let in again",
+    ]  # fmt: skip
+    assert all("soft is 800.0 MiB" in line for line in it.lines[:2])
 
 
 def test_a_moment_above_soft_turns_nobody_away(guard, engine):
@@ -78,7 +80,26 @@ def test_a_moment_above_soft_turns_nobody_away(guard, engine):
     for figure in (810, 700, 810, 700):
         it.look(figure)
         assert engine.pressed is None
-    assert it.lines == []
+    assert len(it.lines) == 1
+
+
+def test_an_episode_above_soft_is_a_line_at_its_begin_and_one_at_its_end(guard):
+    it = guard()
+    for _ in range(20):
+        it.look(810)
+        it.look(700)
+    assert len(it.lines) == 1
+    assert it.lines[0].endswith("soft is 800.0 MiB: what is free to go is trimmed")
+    it.look(780, exhausted_memory.CALM)
+    assert len(it.lines) == 1, "between release and soft it is not over"
+    it.look(700)
+    assert len(it.lines) == 2
+    assert it.lines[1].startswith("memory: 700.0 MiB in use")
+    assert it.lines[1].endswith("below soft again")
+    it.look(700, exhausted_memory.CALM)
+    assert len(it.lines) == 2
+    it.look(810)
+    assert len(it.lines) == 3
 
 
 def test_as_long_as_trimming_is_enough_nobody_is_turned_away(guard, engine, monkeypatch):
@@ -231,6 +252,7 @@ def test_a_limit_below_the_model_is_left_out(guard, engine, request_):
     assert it.lines == [
         "MLX_SHIM_MEMORY_SOFT, 800.0 MiB, is left out: with its model up the process has 900.0 MiB already"
     ]
+    assert engine.left_out == {"memory_soft"}
     for _ in range(3):
         it.look(950)
     assert engine.pressed is None
@@ -245,9 +267,10 @@ def test_a_limit_below_the_model_is_left_out(guard, engine, request_):
 def test_with_both_left_out_macos_alone_decides(guard, engine):
     it = guard(begin=1100)
     assert len(it.lines) == 2
-    for macos in (True, True, False):
+    assert engine.left_out == {"memory_soft", "memory_hard"}
+    for macos, pressed in ((True, False), (True, True), (False, False)):
         it.look(1200, macos=macos)
-        assert (engine.pressed is not None) is (macos and len(it.lines) > 2)
+        assert (engine.pressed is not None) is pressed
     assert it.orders == []
 
 

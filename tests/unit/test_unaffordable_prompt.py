@@ -104,6 +104,16 @@ def test_a_limit_below_the_model_refuses_nobody(machine):
     assert machine.ask(10**6)
 
 
+def test_a_limit_that_is_left_out_refuses_nobody(machine, engine):
+    """By exhausted_memory, since it is hardly above what the model takes: it says so."""
+    machine.active = 9_700
+    assert machine.refused(81)[0] == 400
+    engine.left_out.add("memory_soft")
+    assert machine.refused(81)[0] == 400
+    engine.left_out.add("memory_hard")
+    assert machine.ask(81)
+
+
 def test_what_goes_wrong_here_refuses_nobody(machine, lines):
     machine.generator = machine.engine.generator = types.SimpleNamespace()
     assert machine.ask(10**6)

@@ -1,0 +1,29 @@
+"""Runs the stock server beside something that takes memory: as many bytes as a file says, as long as the file is there.
+
+`memory_hog.py FILE GRACE ARGUMENTS`: GRACE is in seconds, how long exhausted_memory waits before it has the process replaced.
+"""
+
+import pathlib
+import sys
+import threading
+import time
+
+import mlx_lm.server
+
+trigger, grace = pathlib.Path(sys.argv.pop(1)), float(sys.argv.pop(1))
+for name, module in sys.modules.items():
+    if name.endswith(".guards.exhausted_memory"):
+        module.GRACE = grace
+
+
+def hog():
+    held = b""
+    while True:
+        time.sleep(0.05)
+        size = int(trigger.read_text() or 0) if trigger.exists() else 0
+        if len(held) != size:
+            held = b"x" * size
+
+
+threading.Thread(target=hog, daemon=True).start()
+mlx_lm.server.main()
