@@ -67,7 +67,7 @@ class Account:
         now, limit = self._now(), settings.current.breaker
         state = judged(last, limit, now)
         left = breaker.seconds(state.deaths, limit) if limit and not state.served else 0.0
-        left = min(breaker.LONGEST, left * random.uniform(1, 1 + JITTER))  # noqa: S311
+        left = min(left, breaker.LONGEST / (1 + JITTER)) * random.uniform(1, 1 + JITTER)  # noqa: S311
         if last.run is not None and last.run.phase == WAITING:  # somebody ended it meanwhile: it does not begin anew
             left = min(left, max(0.0, last.run.until - now))
         self.state = replace(state, run=Run(WAITING if left or state.killed else LOADING, now, now + left))

@@ -142,7 +142,7 @@ def _wait(order: Order) -> tuple[Order, bool]:
                 continue
             return order, True
         if another.status == fatal.STOPPED:
-            order = another  # it was to be replaced, and now somebody wants it stopped
+            order, echo = another, time.monotonic() + ECHO  # it was to be replaced, and now somebody wants it stopped
     return order, False
 
 

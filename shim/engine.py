@@ -44,8 +44,8 @@ class Entry:
     """
 
     __slots__ = (
-        "context", "handler", "id", "last", "mark", "opened", "outcome", "phase", "processed", "progressed", "queue",
-        "request", "step", "stopped", "tokens", "total",
+        "context", "handler", "id", "last", "mark", "opened", "outcome", "phase", "processed", "progressed", "prompt",
+        "queue", "request", "step", "stopped", "tokens", "total",
     )  # fmt: skip
 
     def __init__(self, number: int, request: Any, handler: Any, clock: float) -> None:
@@ -57,8 +57,9 @@ class Entry:
         self.last = clock  # when something useful was last delivered, by the engine's clock
         self.mark = 0  # the engine's count of deliveries right after that
         self.step = 0  # and of its completed steps
-        self.processed = 0  # prompt tokens
-        self.total = 0
+        self.prompt = 0  # tokens of its prompt, once they are known
+        self.processed = 0  # of those that were not in the prompt cache
+        self.total = 0  # how many these are, once the first were processed
         self.progressed = False  # whether its prompt has been seen to advance
         self.tokens = 0
         self.context: Any = None  # the stock GenerationContext, once there is one
@@ -66,12 +67,17 @@ class Entry:
         self.stopped = False
         self.outcome: Outcome | None = None
 
+    @property
+    def length(self) -> int:
+        """Tokens that are in its cache, or will be when its prompt is done."""
+        return max(self.prompt, self.processed) + self.tokens
+
     def describe(self, clock: float) -> dict[str, Any]:
         """Numbers for a report; no prompt, no completion."""
         return {
             "id": self.id, "phase": self.phase, "age_s": round(time.monotonic() - self.opened, 3),
-            "since_delivery_s": round(clock - self.last, 3), "prompt_processed": self.processed,
-            "prompt_total": self.total, "tokens": self.tokens, "stopped": self.stopped,
+            "since_delivery_s": round(clock - self.last, 3), "prompt": self.prompt,
+            "prompt_processed": self.processed, "prompt_total": self.total, "tokens": self.tokens, "stopped": self.stopped,
         }  # fmt: skip
 
 
@@ -232,6 +238,7 @@ class Engine:
                 for index, item in enumerate(requests.queue):
                     if item[0] is entry.queue:
                         del requests.queue[index]
+                        entry.phase = FINISHED
                         self.let_go(entry)
                         break
 

@@ -104,6 +104,13 @@ def usage(mx: Any) -> Usage:
     return Usage(mx.get_active_memory(), mx.get_cache_memory(), footprint())
 
 
+def at_rest(mx: Any) -> Usage:
+    """What is in use once MLX's pool and what malloc keeps are given back. In the thread that generates: others would wait."""
+    mx.clear_cache()
+    give_back()
+    return usage(mx)
+
+
 def is_critical() -> bool:
     """Whether macOS says that memory is all but gone. Linux has nothing of the kind: there it is never so."""
     if sys.platform != "darwin":

@@ -114,7 +114,7 @@ def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def _tokenized(generator: Any, args: Any, kwargs: Any, result: Any) -> None:
     entry = engine.entry_of(args[1] if len(args) > 1 else kwargs.get("request"))
     if entry is not None:
-        entry.total = len(result[0])
+        entry.prompt = len(result[0])
 
 
 def entries_of(batch: Any) -> dict[int, Entry]:

@@ -59,6 +59,8 @@ def _load_default(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         account = _before(instance)
     except Exception as error:
         report.line(f"crash_loop failed, the model is loaded at once: {error!r}")
+        if _account is not None:
+            _account.post(_account.loads)  # else this run, should it die, is taken for one that had only waited
     if engine.closing:
         if engine.generator is not None and not engine.distributed:
             engine.generator._stop = True  # else the loop that comes next takes what is queued, and loads its model

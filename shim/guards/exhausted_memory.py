@@ -84,11 +84,15 @@ class _Guard:
             return
         self._looked = now
         try:
-            usage = self._usage()
+            self._look(now)
         except OSError as error:  # as without a file descriptor left: the next look may tell
             report.once(f"memory: what is in use cannot be read: {error!r}")
-            return
-        engine.memory = usage
+        except Exception:
+            engine.pressed = None  # the watchdog looks no more, and nobody else would take it back
+            raise
+
+    def _look(self, now: float) -> None:
+        usage = engine.memory = self._usage()
         self._judge_soft(usage, now)
         if self.hard and not engine.rank:  # whose requests they are is known to rank 0 alone
             self._judge_hard(usage, now)
@@ -102,9 +106,7 @@ class _Guard:
 
     def _begin(self) -> None:
         """With its model up. A limit below that would turn everybody away, or have the process replaced for ever."""
-        self._mx.clear_cache()  # what a load leaves in the pool and in malloc is not needed to serve
-        memory.give_back()
-        usage = memory.usage(self._mx)
+        usage = memory.at_rest(self._mx)  # what a load leaves in the pool and in malloc is not needed to serve
         for name in ("soft", "hard"):
             limit = getattr(self, name)
             if limit and usage.counted * MARGIN >= limit:
@@ -171,7 +173,7 @@ class _Guard:
             drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, facts))
 
     def _end(self, victim: Entry, now: float) -> None:
-        report.line(f"memory: still above hard, request {victim.id} ({_size(victim)} tokens) is ended")
+        report.line(f"memory: still above hard, request {victim.id} ({victim.length} tokens) is ended")
         self._ended, self._hard_since = victim, now
         if victim.queue is not None:
             victim.queue.fail(memory_pressure())
@@ -188,7 +190,7 @@ class _Guard:
         if engine.single and engine.distributed:
             return None  # stock has no end for it: rank 0 would leave the work that the others go on with
         able = [e for e in list(engine.entries.values()) if not e.stopped and e.phase != FINISHED]
-        return max(able, key=lambda e: (_size(e), e.id), default=None)
+        return max(able, key=lambda e: (e.length, e.id), default=None)
 
     def next_request(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         """Once a turn of the generation loop, first with the model up and nothing in the batch."""
@@ -216,19 +218,14 @@ class _Guard:
 
     def _trim(self, generator: Any, excess: int) -> None:
         """First what nobody has any use for, then entries of the prompt cache, as many as it takes."""
-        before = memory.usage(self._mx)
-        self._mx.clear_cache()
-        memory.give_back()
-        left = excess - (before.counted - memory.usage(self._mx).counted)
-        held = 0
+        before, after, held = memory.usage(self._mx), memory.at_rest(self._mx), 0
+        left = excess - (before.counted - after.counted)
         if left > 0 and not engine.distributed:  # the prompt caches of ranks have to be the same
             held = generator.prompt_cache.nbytes
             generator.prompt_cache.trim_to(n_bytes=held - left)
             held -= generator.prompt_cache.nbytes
-            self._mx.clear_cache()
-            memory.give_back()
-        after = memory.usage(self._mx)
-        self._relieved = after.counted < self.soft
+            after = memory.at_rest(self._mx)
+        self._relieved = after.counted < self.soft and not memory.is_critical()
         report.debug(
             f"memory: {shown(before.counted)} before and {shown(after.counted)} after a trim, {shown(held)} of entries"
         )
@@ -236,11 +233,6 @@ class _Guard:
 
 def _is_idle() -> bool:
     return not (engine.entries or engine.leaving)
-
-
-def _size(entry: Entry) -> int:
-    """Tokens that are, or will be when its prompt is done, in the cache."""
-    return max(entry.total, entry.processed) + entry.tokens
 
 
 def _told(usage: Usage) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .. import drain, fatal, report, settings, watchdog
+from .. import drain, fatal, memory, patch, report, settings, watchdog
 from ..engine import engine
 from ..memory import footprint, shown
 from . import require
@@ -23,18 +23,23 @@ MODULE = "mlx_lm.server"
 
 EVERY = 1.0  # seconds between two looks
 JITTER = 0.1
-HARD = 2  # times the limit: no longer waits for an idle moment
+TWICE = 2  # times the limit: it no longer waits for an idle moment
 
 
 def probe(server: Any) -> None:
-    require(server, "ResponseGenerator.__init__", "ResponseGenerator._share_request", "APIHandler.do_POST")
+    require(
+        server, "ResponseGenerator.__init__", "ResponseGenerator._share_request", "ResponseGenerator._next_request",
+        "APIHandler.do_POST", "mx.get_active_memory", "mx.get_cache_memory", "mx.clear_cache",
+    )  # fmt: skip
 
 
 def apply(server: Any) -> None:
     limits = drawn(settings.current, random.uniform(1, 1 + JITTER))  # noqa: S311
     if limits:
+        recycling = _Recycling(server.mx, limits)
         drain.install(server)
-        watchdog.add(_Recycling(limits))
+        watchdog.add(recycling)
+        patch.wrap(server, "ResponseGenerator._next_request", recycling.next_request)
 
 
 @dataclass(frozen=True)
@@ -69,26 +74,42 @@ def _tokens() -> int:
 class _Recycling:
     """Called by the watchdog; looks once a second."""
 
-    def __init__(self, limits: list[Limit]) -> None:
+    def __init__(self, mx: Any, limits: list[Limit]) -> None:
+        self._mx = mx
         self._limits = limits
         self._looked = 0.0
-        self._at_start: int | None = None  # the footprint with the model up
+        self._begun = False
+        self._at_start = 0  # the footprint with the model up
 
     def __call__(self) -> None:
         now = time.monotonic()
-        if now - self._looked < EVERY or not engine.up or engine.closing or engine.rank:
+        if now - self._looked < EVERY or not self._begun or engine.closing or engine.rank:
             return
         self._looked = now
-        if self._at_start is None:
-            self._begin()
+        try:
+            self._look()
+        except OSError as error:  # as without a file descriptor left: the next look may tell
+            report.once(f"recycling: the footprint cannot be read: {error!r}")
+
+    def _look(self) -> None:
         for limit in self._limits:
             figure = limit.read()
-            if figure >= limit.value and (_is_idle() or figure >= HARD * limit.value):
+            if figure >= limit.value and (_is_idle() or figure >= TWICE * limit.value):
                 self._recycle(limit, figure)
                 return
 
+    def next_request(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        """In the generation loop, first with the model up and nothing in the batch: later a burst would be taken for it."""
+        if not self._begun:
+            try:
+                self._begin()
+            except Exception as error:  # here it would be a death
+                report.line(f"recycling: the footprint cannot be read: {error!r}")
+            self._begun = True
+        return wrapped(*args, **kwargs)
+
     def _begin(self) -> None:
-        self._at_start = footprint()
+        self._at_start = memory.at_rest(self._mx).footprint
         for limit in list(self._limits):
             if limit.read is footprint and self._at_start >= limit.value:
                 self._limits.remove(limit)  # else it would be started again and again, and never serve
@@ -97,14 +118,21 @@ class _Recycling:
                 )
 
     def _recycle(self, limit: Limit, figure: float) -> None:
-        before, after = self._at_start or 0, footprint()
+        before, after = self._at_start, _held()
         why = (
             f"recycled at {limit.show(figure)}, {limit.setting} being {limit.show(limit.value)} in this process; "
-            f"its footprint was {shown(before)} with the model up and is {shown(after)}"
+            f"its footprint was {shown(before)} with the model up and is {shown(after) if after else 'not known'}"
         )
         grown = {"footprint_model_up": before, "footprint": after, "limit": limit.setting}
         facts = (fatal.gathered(why) or {}) | {"recycled": grown | {"value": limit.value, "figure": figure}}
         drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, facts))
+
+
+def _held() -> int | None:
+    try:
+        return footprint()
+    except OSError:  # as without a file descriptor left, which is a reason to be recycled
+        return None
 
 
 def _is_idle() -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from .. import memory, report, settings
+from .. import memory, report, settings, weights
 from ..engine import engine
 from ..values import Wired
 from . import Incompatible, require
@@ -82,26 +82,7 @@ def most(policy: Wired | None, model: int, total: int) -> float:
 def _weight(mx: Any) -> int:
     """Of the loaded model; 0, as before one is loaded, where it does not tell: stock asks outside any `try`."""
     try:
-        return _model_bytes(mx)
+        return weights.size(getattr(engine.generator, "model_provider", None), mx.array)
     except Exception as error:
         report.once(f"what the model takes cannot be told, and nothing is wired for it: {error!r}")
         return 0
-
-
-def _model_bytes(mx: Any) -> int:
-    """Of the loaded model and its draft model, each array once; nothing is evaluated."""
-    provider = getattr(engine.generator, "model_provider", None)
-    arrays: dict[int, int] = {}
-    for model in (getattr(provider, "model", None), getattr(provider, "draft_model", None)):
-        _weigh(model.parameters() if model is not None else None, mx.array, arrays)
-    return sum(arrays.values())
-
-
-def _weigh(tree: Any, array: type, arrays: dict[int, int]) -> None:
-    if isinstance(tree, array):
-        arrays[id(tree)] = tree.nbytes  # type: ignore[attr-defined]
-    elif isinstance(tree, dict):
-        _weigh(list(tree.values()), array, arrays)
-    elif isinstance(tree, list | tuple):
-        for branch in tree:
-            _weigh(branch, array, arrays)

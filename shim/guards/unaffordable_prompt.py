@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .. import handover, kv_cost, memory, patch, report, settings
+from .. import handover, kv_cost, memory, patch, report, settings, weights
 from ..engine import FINISHED, QUEUED, engine
 from ..errors import ShimError, memory_pressure
 from . import require
@@ -49,10 +49,11 @@ class _Guard:
         self._mx = mx
         self._cost: kv_cost.Cost | None = None
         self._fixed = math.inf  # bytes: the least there was with this model beside the caches of requests
+        self._weights: int | None = None  # bytes: it cannot be less, though caches that share arrays are counted twice
         self._overhead: int | None = None  # bytes of the process beside MLX's, once it has generated something
 
     def forget(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        self._cost, self._fixed = None, math.inf
+        self._cost, self._fixed, self._weights = None, math.inf, None
         return wrapped(*args, **kwargs)
 
     def learn(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -86,7 +87,9 @@ class _Guard:
     def _admit(self, cost: kv_cost.Cost, generator: Any, tokens: int) -> None:
         hard, cached, batch = settings.current.memory_hard, generator.prompt_cache.nbytes, engine.batch()
         running = batch.prompt_cache_nbytes if batch is not None else 0
-        now = self._mx.get_active_memory() - cached - running + (self._overhead or 0)
+        if self._weights is None:
+            self._weights = weights.size(generator.model_provider, self._mx.array)
+        now = max(self._weights, self._mx.get_active_memory() - cached - running) + (self._overhead or 0)
         self._fixed = min(self._fixed, now)
         if self._fixed >= hard:
             return  # as exhausted_memory would leave it out: it is below what the model takes
@@ -98,7 +101,7 @@ class _Guard:
                 "(MLX_SHIM_MEMORY_HARD)",
             )  # fmt: skip
         others = [
-            max(entry.total, entry.processed) + entry.tokens
+            entry.length
             for entry in list(engine.entries.values())
             if entry.phase not in (QUEUED, FINISHED) and not entry.stopped
         ]

@@ -12,7 +12,7 @@ import types
 
 import pytest
 
-from shim import drain, fatal, sd_notify, settings
+from shim import drain, fatal, memory, sd_notify, settings
 from shim.guards import abrupt_stop, grown_process
 
 
@@ -68,6 +68,22 @@ def test_an_echo_of_the_first_is_none(ended, engine, monkeypatch):
     began = time.monotonic()
     assert ended(drain.Order("SIGTERM"), drain.Order("SIGTERM"))[0] == 0
     assert time.monotonic() - began >= 0.6
+
+
+def test_nor_is_an_echo_in_a_drain_that_was_for_something_else(ended, engine, monkeypatch):
+    """It was to be replaced; a stop comes later, and twice, as it does from `timeout`."""
+    monkeypatch.setattr(settings, "current", settings.Settings(drain=1.0, exit_grace=0.01))
+    monkeypatch.setattr(drain, "ECHO", 0.2)
+    engine.serving[1] = 0.0
+
+    def stop_twice():
+        for _ in range(2):
+            drain.ask(drain.Order("SIGTERM"))
+
+    threading.Timer(0.4, stop_twice).start()
+    began = time.monotonic()
+    assert ended(drain.Order("recycled", fatal.EX_TEMPFAIL))[0] == 0
+    assert time.monotonic() - began >= 1.0
 
 
 def test_what_cannot_come_is_not_waited_for(ended, engine, monkeypatch):
@@ -146,15 +162,78 @@ def test_jitter_and_what_is_set(engine, monkeypatch):
     drawn = set()
     for _ in range(100):
         added = []
-        server = types.SimpleNamespace()
+        server = types.SimpleNamespace(mx=None)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(settings, "current", current)
             patched.setattr(drain, "install", lambda _: None)
+            patched.setattr(grown_process.patch, "wrap", lambda *_: None)
             patched.setattr(grown_process.watchdog, "add", added.append)
             grown_process.apply(server)
         drawn.add(added[0]._limits[0].value)
     assert len(drawn) > 50
     assert all(1000 <= value <= 1100 for value in drawn)
+
+
+@pytest.fixture
+def recycling(engine, lines, monkeypatch):
+    """The guard with limits of 100 requests and 1 GiB, the model up; `.footprint`, and `.orders` to the drain."""
+    it = types.SimpleNamespace(footprint=500 << 20, orders=[], lines=lines)
+
+    def footprint():
+        if it.footprint is None:
+            raise OSError(24, "Too many open files")
+        return it.footprint
+
+    monkeypatch.setattr(grown_process, "engine", engine)
+    monkeypatch.setattr(grown_process, "footprint", footprint)
+    monkeypatch.setattr(grown_process, "EVERY", 0.0)
+    monkeypatch.setattr(memory, "at_rest", lambda mx: memory.Usage(0, 0, footprint()))
+    monkeypatch.setattr(drain, "ask", it.orders.append)
+    limits = grown_process.drawn(settings.Settings(recycle_requests=100, recycle_memory=1 << 30), 1.0)
+    it.guard = grown_process._Recycling(None, limits)
+    it.begin = lambda: it.guard.next_request(lambda: "asked", None, (), {})
+    return it
+
+
+def test_nothing_is_judged_before_the_model_is_up(recycling, engine):
+    recycling.footprint = 2 << 30
+    recycling.guard()
+    assert recycling.orders == []
+    assert recycling.begin() == "asked"
+    recycling.guard()
+    assert recycling.orders == [], "the limit is left out: it would be recycled before it could serve"
+    assert (
+        "MLX_SHIM_RECYCLE_MEMORY is left out: with its model up the process has a footprint of 2.00 GiB already"
+        in (recycling.lines[0])
+    )
+    engine.counters["requests"] = 100
+    recycling.guard()
+    assert "recycled at 100 requests" in recycling.orders[0].why
+
+
+def test_a_footprint_that_cannot_be_read_is_not_the_last(recycling, engine):
+    """As with no file descriptor left: the very process that should be replaced."""
+    recycling.begin()
+    recycling.footprint = None
+    for _ in range(2):
+        recycling.guard()
+    assert len(recycling.lines) == 1
+    engine.counters["requests"] = 100
+    recycling.guard()
+    (order,) = recycling.orders
+    assert order.why.endswith("its footprint was 500.0 MiB with the model up and is not known")
+    recycling.orders.clear()
+    engine.counters["requests"], recycling.footprint = 0, 1 << 30
+    recycling.guard()
+    assert "recycled at a footprint of 1.00 GiB" in recycling.orders[0].why
+
+
+def test_a_generation_loop_goes_on_without_a_footprint(recycling):
+    recycling.footprint = None
+    assert recycling.begin() == "asked"
+    recycling.footprint = 1 << 30
+    recycling.guard()
+    assert len(recycling.orders) == 1
 
 
 def test_one_datagram_for_systemd(tmp_path, monkeypatch):

@@ -42,13 +42,23 @@ def guard(engine, lines, monkeypatch):
     return make
 
 
+class Entries:
+    """A prompt cache of so many bytes."""
+
+    def __init__(self, nbytes):
+        self.nbytes = nbytes
+
+    def trim_to(self, n_bytes):
+        self.nbytes = min(self.nbytes, max(0, n_bytes))
+
+
 def victims(engine):
     return [entry.id for entry in engine.entries.values() if entry.stopped]
 
 
 def running(request_, tokens):
     entry, queue = request_()
-    entry.phase, entry.total = DECODE, tokens
+    entry.phase, entry.prompt = DECODE, tokens
     return entry, queue
 
 
@@ -128,8 +138,11 @@ def test_what_malloc_alone_keeps_is_given_back_at_once(guard, engine, monkeypatc
 
 
 def test_macos_saying_critical_is_as_soft(guard, engine):
+    """However far below soft the process is: a trim is made, and macOS goes on saying so."""
     it = guard()
     it.look(300, macos=True)
+    assert engine.pressed is None
+    it.guard.next_request(lambda: None, types.SimpleNamespace(prompt_cache=Entries(0)), (), {})
     it.look(300, macos=True)
     assert engine.pressed is not None
     assert "macOS says critical" in it.lines[0]
@@ -291,6 +304,18 @@ def test_a_look_that_sees_nothing_is_not_the_last(guard, engine, monkeypatch):
     monkeypatch.setattr(memory, "usage", usage)
     assert engine.pressed is not None
     it.look(700)
+    assert engine.pressed is None
+
+
+def test_a_judge_that_fails_leaves_nobody_turned_away(guard, engine, monkeypatch):
+    """The watchdog looks no more then, and nothing else would take it back."""
+    it = guard()
+    it.look(810)
+    it.look(810)
+    assert engine.pressed is not None
+    monkeypatch.setattr(memory, "is_critical", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        it.look(810)
     assert engine.pressed is None
 
 

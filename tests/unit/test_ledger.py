@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import types
 
 import pytest
 
@@ -51,6 +52,34 @@ def test_a_stop_before_the_context_reaches_it(request_, context):
     its_context = context()
     responses.put(its_context)
     assert its_context.stopped
+
+
+def test_one_that_left_the_queue_is_not_leaving_the_engine(engine, request_):
+    """The generation thread never saw it: nobody would let go of it."""
+    requests = queue.Queue()
+    engine.generator = types.SimpleNamespace(requests=requests)
+    kept, (entry, responses) = request_(), request_()
+    for opened, its_queue in (kept, (entry, responses)):
+        opened.queue = its_queue
+        requests.put((its_queue, "request"))
+    engine.stop(entry)
+    engine.close(entry)
+    assert [item[0] for item in requests.queue] == [kept[1]]
+    assert engine.leaving == {}
+    assert engine.counters["abandoned"] == 1
+
+
+def test_a_length_has_what_came_from_the_prompt_cache_in_it(request_, token, context):
+    """Stock reports progress of the rest alone; what is in the cache is the whole."""
+    entry, responses = request_()
+    entry.prompt = 1000
+    responses.put(context())
+    responses.put((5, 10))
+    assert entry.length == 1000
+    responses.put((10, 10))
+    responses.put(token())
+    assert entry.length == 1001
+    assert entry.describe(0.0)["prompt_total"] == 10
 
 
 def test_an_explicit_timeout_is_honoured(request_, token):

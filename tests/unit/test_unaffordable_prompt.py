@@ -16,12 +16,20 @@ from shim.memory import Usage
 PER_TOKEN = Cost((Layer(100, float("inf"), 1, 0),))
 
 
+class Weight:
+    """Stands for an array of MLX."""
+
+    def __init__(self, nbytes):
+        self.nbytes = nbytes
+
+
 class Machine:
     """What MLX says, a prompt cache, and the guard."""
 
     def __init__(self, engine):
         self.active, self.cached, self.trimmed = 2000, 0, []
-        self.guard = unaffordable_prompt._Guard(types.SimpleNamespace(get_active_memory=lambda: self.active))
+        mx = types.SimpleNamespace(get_active_memory=lambda: self.active, array=Weight)
+        self.guard = unaffordable_prompt._Guard(mx)
         self.guard._cost, self.guard._overhead = PER_TOKEN, 0
         self.engine = engine
         machine = self
@@ -71,7 +79,7 @@ def test_before_the_first_nothing_is_assumed(machine):
 
 def test_beside_others_it_is_503_and_by_the_longest_of_the_batch(machine, request_, engine):
     entry, _ = request_()
-    entry.phase, entry.total, entry.tokens = DECODE, 30, 9
+    entry.phase, entry.prompt, entry.tokens = DECODE, 30, 9
     machine.active = 2000 + 3900
     engine.batch = lambda: types.SimpleNamespace(prompt_cache_nbytes=3900)
     assert machine.ask(1), "39 tokens twice"
@@ -87,10 +95,22 @@ def test_beside_others_it_is_503_and_by_the_longest_of_the_batch(machine, reques
 def test_what_is_in_use_for_the_moment_is_no_verdict_for_ever(machine, request_):
     """Caches that wait for their turn are counted nowhere: with them it is 503, if at all."""
     entry, _ = request_()
-    entry.phase, entry.total = DECODE, 1
+    entry.phase, entry.prompt = DECODE, 1
     machine.ask(1)
     machine.active = 9000
     assert machine.refused(50)[0] == 503
+
+
+def test_caches_that_share_their_arrays_do_not_make_the_model_smaller(machine, engine):
+    """Two requests that continue one entry of the prompt cache, queued for the batch: each is counted with all of it."""
+    model = types.SimpleNamespace(parameters=lambda: {"layers": [{"w": Weight(1200)}, {"w": Weight(700)}]})
+    machine.generator.model_provider.model = model
+    machine.active, machine.cached = 2000 + 1900, 1900
+    engine.batch = lambda: types.SimpleNamespace(prompt_cache_nbytes=2 * 1900)
+    machine.ask(1)
+    machine.cached, machine.active, engine.batch = 0, 2000, lambda: None
+    assert machine.ask(81), "100 bytes beside the weights were not seen: it is told from them alone"
+    assert machine.refused(82)[1].endswith("accepted: 81 (MLX_SHIM_MEMORY_HARD)")
 
 
 def test_the_prompt_cache_makes_room(machine):
