@@ -57,6 +57,14 @@ def _hook(names: list[str]) -> Callable[[Any], None]:
     return hook
 
 
+_KINDS: dict[type[Exception], report.Kind] = {
+    guards.Unasked: "off",
+    guards.Retired: "retired",
+    guards.Incompatible: "incompatible",
+    guards.Refused: "failed",
+}
+
+
 def _apply(name: str, module: Any) -> report.State:
     guard = _guard(name)
     needs = getattr(guard, "NEEDS", None)
@@ -65,12 +73,8 @@ def _apply(name: str, module: Any) -> report.State:
     try:
         guard.probe(module)
         guard.apply(module)
-    except guards.Retired as reason:
-        return report.State("retired", str(reason))
-    except guards.Incompatible as reason:
-        return report.State("incompatible", str(reason))
-    except guards.Refused as reason:
-        return report.State("failed", str(reason))
+    except tuple(_KINDS) as reason:
+        return report.State(_KINDS[type(reason)], str(reason))
     except Exception as error:
         return report.State("failed", report.one_line(repr(error)))
     return report.State("active")

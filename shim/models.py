@@ -19,6 +19,13 @@ _NO_SUCH_MODEL = {
 }  # fmt: skip
 
 
+def key_of(args: Any, kwargs: Any) -> Key:
+    """The key that `ModelProvider._load` is asked to load, from its arguments."""
+    names = ("model_path", "adapter_path", "draft_model_path")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return given.get(names[0]), given.get(names[1]), given.get(names[2])
+
+
 def is_missing(error: BaseException) -> bool:
     """Whether `error` says that a model does not exist, rather than that it cannot be loaded."""
     return any(kind.__name__ in _NO_SUCH_MODEL for kind in type(error).__mro__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .breaker import Limit
-from .guards import GUARDS
+from .guards import GUARDS, Unasked
 from .values import (
     OFF,
     ON,
@@ -17,6 +17,7 @@ from .values import (
     parse_breaker,
     parse_choice,
     parse_count,
+    parse_deadline,
     parse_duration,
     parse_kv_size,
     parse_memory,
@@ -90,8 +91,9 @@ class Settings:
         "endless_wait",
     )  # fmt: skip
     gil_deadline: float = _setting(
-        "300s", "duration", parse_duration,
-        "the interpreter itself has not run for this long: faulthandler dumps the stacks and ends it (status 1); 0 is off",
+        "300s", "duration", parse_deadline,
+        "the interpreter itself has not run for this long: faulthandler dumps the stacks and ends it (status 1); at least 2s, or "
+        "0: off",
         "frozen_interpreter",
     )  # fmt: skip
     while_loading: str = _setting(
@@ -247,3 +249,10 @@ def load(environ: Mapping[str, str] = os.environ) -> tuple[Settings, list[str], 
 
 
 current: Settings = Settings()
+
+
+def asked_by(*names: str) -> None:
+    """Raise Unasked where none of these settings, 0 or empty, asks for anything."""
+    if not any(getattr(current, name) for name in names):
+        *most, last = map(variable, names)
+        raise Unasked(f"{', '.join(most)} and {last} ask for nothing" if most else f"{last} asks for nothing")

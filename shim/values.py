@@ -11,6 +11,7 @@ from .breaker import MOST, Limit
 
 OFF, ON = ("0", "off", "false", "no"), ("1", "on", "true", "yes")
 SMALLEST_KV_SIZE = 16
+SHORTEST_DEADLINE = 2.0  # seconds: the watchdog puts it off once a second at best, and on a busy machine later
 AUTO_MARGIN = 4 << 30  # bytes wired beside a model that is large for the machine
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -29,6 +30,14 @@ def parse_duration(text: str) -> float:
     if match is None:
         raise ValueError("accepted: a duration such as 90, 90s, 2m, 1h or 500ms")
     return float(match[1]) * _UNITS[match[2]]
+
+
+def parse_deadline(text: str) -> float:
+    """0, or a duration longer than the time between two looks. Raises ValueError saying what is accepted."""
+    seconds = parse_duration(text)
+    if 0 < seconds < SHORTEST_DEADLINE:
+        raise ValueError(f"accepted: 0, or a duration of at least {SHORTEST_DEADLINE:g}s")
+    return seconds
 
 
 def parse_size(text: str) -> int:

@@ -4,7 +4,8 @@ A guard's module has a docstring that says what goes wrong and how it is answere
 
     UPSTREAM    where the defect is known, such as "mlx-lm 1505"
     MODULE      the module of mlx_lm whose import brings the guard in
-    probe(m)    raises Retired where this version does not have the defect, Incompatible where it cannot be guarded
+    probe(m)    raises Unasked where nothing asks for the guard, Retired where this version does not have the defect,
+                Incompatible where it cannot be guarded
     apply(m)    wraps names of that module
     NEEDS       where there is one: the setting the guard works by. Without it the guard is off; with it no server starts
                 unless the guard is at work, or off by its switch
@@ -60,6 +61,10 @@ GUARDS = (
     "crash_loop",
     "refused_while_down",
 )
+
+
+class Unasked(Exception):
+    """Raised by a probe: nothing asks for what the guard does, and what would."""
 
 
 class Retired(Exception):

@@ -20,6 +20,7 @@ MODULE = "mlx_lm.server"
 
 
 def probe(server: Any) -> None:
+    settings.asked_by("allowed_models")
     require(server, "ResponseGenerator.generate", "scan_cache_dir")
 
 
@@ -31,7 +32,7 @@ def apply(server: Any) -> None:
 def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """In the handler's thread: what is raised here is answered to this request alone."""
     named = models.described(args, kwargs)
-    if settings.current.allowed_models and named is not None:
+    if named is not None:
         line = instance.model_provider.cli_args
         _check("model", named.model, models.DEFAULT, line.model)
         _check("draft_model", named.draft, models.DEFAULT, line.draft_model)
@@ -56,8 +57,5 @@ def _check(param: str, name: Any, *always: str | None) -> None:
 def _scan_cache_dir(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """What stock lists at /v1/models, beside the model of the command line, which it adds."""
     found = wrapped(*args, **kwargs)
-    allowed = settings.current.allowed_models
-    if not allowed:
-        return found
-    known = (*allowed, engine.model_name)
+    known = (*settings.current.allowed_models, engine.model_name)
     return types.SimpleNamespace(repos=frozenset(repo for repo in found.repos if repo.repo_id in known))

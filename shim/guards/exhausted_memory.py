@@ -32,6 +32,7 @@ GRACE, STEP_GRACE = 10.0, 60.0
 
 
 def probe(server: Any) -> None:
+    settings.asked_by("memory_soft", "memory_hard")
     require(
         server, "mx.get_active_memory", "mx.get_cache_memory", "mx.clear_cache", "ResponseGenerator._next_request",
         "APIHandler.handle_completion", "LRUPromptCache.trim_to", "BatchGenerator.next",
@@ -40,8 +41,6 @@ def probe(server: Any) -> None:
 
 def apply(server: Any) -> None:
     soft, hard = settings.current.memory_soft, settings.current.memory_hard
-    if not soft and not hard:
-        return
     if soft and hard and soft > hard:
         report.line(
             f"MLX_SHIM_MEMORY_SOFT, {shown(soft)}, is above MLX_SHIM_MEMORY_HARD, {shown(hard)}, and is held to that"

@@ -24,6 +24,7 @@ _foreign = False
 
 
 def probe(server: Any) -> None:
+    settings.asked_by("gil_deadline")
     if report.stderr_fd() is None:
         raise Incompatible("stderr is closed, and faulthandler has nowhere to write")
 
@@ -38,7 +39,7 @@ def _rearm() -> None:
     """Called by the watchdog. Re-arming starts a thread (50 µs), so not at every look."""
     global _armed_at
     deadline = settings.current.gil_deadline
-    if _foreign or not deadline:
+    if _foreign:
         return
     if engine.stopping and not engine.draining:  # a drain ends by itself, unless the interpreter stands still
         if _armed_at:

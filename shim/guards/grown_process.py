@@ -27,6 +27,7 @@ TWICE = 2  # times the limit: it no longer waits for an idle moment
 
 
 def probe(server: Any) -> None:
+    settings.asked_by("recycle_requests", "recycle_tokens", "recycle_age", "recycle_memory")
     require(
         server, "ResponseGenerator.__init__", "ResponseGenerator._share_request", "ResponseGenerator._next_request",
         "APIHandler.do_POST", "mx.get_active_memory", "mx.get_cache_memory", "mx.clear_cache",
@@ -35,11 +36,10 @@ def probe(server: Any) -> None:
 
 def apply(server: Any) -> None:
     limits = drawn(settings.current, random.uniform(1, 1 + JITTER))  # noqa: S311
-    if limits:
-        recycling = _Recycling(server.mx, limits)
-        drain.install(server)
-        watchdog.add(recycling)
-        patch.wrap(server, "ResponseGenerator._next_request", recycling.next_request)
+    recycling = _Recycling(server.mx, limits)
+    drain.install(server)
+    watchdog.add(recycling)
+    patch.wrap(server, "ResponseGenerator._next_request", recycling.next_request)
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 from .. import memory, patch, report, settings
-from . import require
+from . import Unasked, require
 
 UPSTREAM = "mlx-lm 828; FAILURE_MODES M8"
 MODULE = "mlx_lm.server"
 
 
 def probe(server: Any) -> None:
+    if not _wanted():
+        raise Unasked("MLX_SHIM_MEMORY_LIMIT and MLX_SHIM_CACHE_LIMIT are stock's")
     require(server, "mx.set_cache_limit", "mx.set_memory_limit", "ResponseGenerator.__init__")
 
 
 def apply(server: Any) -> None:
-    limits = {"set_memory_limit": settings.current.memory_limit, "set_cache_limit": settings.current.cache_limit}
-    wanted = {name: size for name, size in limits.items() if size is not None}
+    wanted = _wanted()
 
     def starts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         for name, size in wanted.items():
@@ -33,5 +34,10 @@ def apply(server: Any) -> None:
                 report.line(f"mx.{name}({size}) failed: {error!r}")
         return wrapped(*args, **kwargs)
 
-    if wanted:
-        patch.wrap(server, "ResponseGenerator.__init__", starts)
+    patch.wrap(server, "ResponseGenerator.__init__", starts)
+
+
+def _wanted() -> dict[str, int]:
+    """Bytes, by the function of mlx.core that takes them; 0 is a limit as well."""
+    limits = {"set_memory_limit": settings.current.memory_limit, "set_cache_limit": settings.current.cache_limit}
+    return {name: size for name, size in limits.items() if size is not None}

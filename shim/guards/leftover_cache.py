@@ -12,7 +12,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from .. import dry_switch, handover, patch, report
+from .. import dry_switch, handover, models, patch, report
 from ..engine import engine
 from . import Incompatible, Retired, require
 
@@ -42,7 +42,7 @@ def apply(server: Any) -> None:
 
 def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """All entries are of the model that is loaded, since those of others went when it came."""
-    key = (*args, *kwargs.values(), None, None)[:3]
+    key = models.key_of(args, kwargs)
     generator = engine.generator
     # In another thread, of a program that loads models itself, the generation thread may be at those very entries.
     ours = getattr(generator, "model_provider", None) is instance

@@ -33,7 +33,7 @@ def apply(server: Any) -> None:
 
 def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Note what the names stand for when they are loaded: a link may be given another target later."""
-    key = (*args, *kwargs.values(), None, None)[:3]
+    key = models.key_of(args, kwargs)
     _note(instance, key)
     result = wrapped(*args, **kwargs)
     if any(isinstance(name, str) for name in instance._shim_loaded[1]):  # it has been downloaded meanwhile

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import patch, report
+from .. import handover, patch, report
 from ..engine import engine
 from . import require
 
@@ -31,7 +31,7 @@ class _Owning:
         self.tree_map = cache.tree_map
 
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        entry = args[2] if len(args) > 2 else kwargs.get("prompt_cache")  # noqa: PLR2004
+        entry = handover.entry_of(args, kwargs)
         for layer in entry or []:
             # Served alone it was never part of a batch, and large as it is it need not be copied.
             if not (engine.single and hasattr(layer, "keys")):

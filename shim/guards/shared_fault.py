@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .. import patch, report
+from .. import handover, patch, report
 from ..engine import Entry, engine
 from . import Incompatible, require
 
@@ -171,7 +171,7 @@ class _Keeping:
         self.can_trim = can_trim
 
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        entry = args[2] if len(args) > 2 else kwargs.get("prompt_cache")  # noqa: PLR2004
+        entry = handover.entry_of(args, kwargs)
         if isinstance(entry, _Nothing):
             return None
         if entry is not None and instance is getattr(engine.generator, "prompt_cache", None):

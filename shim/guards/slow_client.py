@@ -18,13 +18,13 @@ MODULE = "mlx_lm.server"
 
 
 def probe(server: Any) -> None:
+    settings.asked_by("read_timeout")
     require(server, "APIHandler.setup", "APIHandler.do_POST")
 
 
 def apply(server: Any) -> None:
-    if settings.current.read_timeout:
-        patch.wrap(server, "APIHandler.setup", _setup)
-        patch.wrap(server, "APIHandler.do_POST", _do_post)
+    patch.wrap(server, "APIHandler.setup", _setup)
+    patch.wrap(server, "APIHandler.do_POST", _do_post)
 
 
 def _setup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -31,6 +31,7 @@ _stalled_at = 0  # the count of deliveries then
 
 
 def probe(server: Any) -> None:
+    settings.asked_by("decode_stall", "prefill_stall")
     require(server, "ResponseGenerator.generate", "Queue", "Response")
 
 

@@ -21,6 +21,7 @@ MODULE = "mlx_lm.server"
 
 
 def probe(server: Any) -> None:
+    settings.asked_by("memory_hard")
     require(
         server, "mx.get_active_memory", "ResponseGenerator._tokenize", "LRUPromptCache.insert_cache",
         "LRUPromptCache.trim_to", "ModelProvider._load",
@@ -28,11 +29,10 @@ def probe(server: Any) -> None:
 
 
 def apply(server: Any) -> None:
-    if settings.current.memory_hard:
-        guard = _Guard(server.mx)
-        patch.wrap(server, "LRUPromptCache.insert_cache", guard.learn)
-        patch.wrap(server, "ModelProvider._load", guard.forget)
-        patch.wrap(server, "ResponseGenerator._tokenize", guard.tokenize)
+    guard = _Guard(server.mx)
+    patch.wrap(server, "LRUPromptCache.insert_cache", guard.learn)
+    patch.wrap(server, "ModelProvider._load", guard.forget)
+    patch.wrap(server, "ResponseGenerator._tokenize", guard.tokenize)
 
 
 def _may_shrink(caches: Any) -> bool:

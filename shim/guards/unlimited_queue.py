@@ -19,12 +19,12 @@ RETRY_AFTER = 1  # seconds: a place is free as soon as any of the others ends
 
 
 def probe(server: Any) -> None:
+    settings.asked_by("max_inflight")
     require(server, "APIHandler.handle_completion")
 
 
 def apply(server: Any) -> None:
-    if settings.current.max_inflight:
-        patch.wrap(server, "APIHandler.handle_completion", _Places(settings.current.max_inflight))
+    patch.wrap(server, "APIHandler.handle_completion", _Places(settings.current.max_inflight))
 
 
 class _Places:

@@ -19,6 +19,7 @@ MODULE = "mlx_lm.server"
 
 
 def probe(server: Any) -> None:
+    settings.asked_by("max_prompt_tokens", "max_tokens", "max_context", "max_kv_size")
     require(server, "ResponseGenerator._tokenize", "BatchGenerator", "make_prompt_cache")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import drain, patch, report, sd_notify, watchdog
 from ..engine import engine
-from . import Incompatible, Retired, require
+from . import Incompatible, Unasked, require
 
 UPSTREAM = "no issue known"
 MODULE = "mlx_lm.server"
@@ -28,7 +28,7 @@ EXTEND_EVERY = 5.0  # seconds until it is asked for again
 
 def probe(server: Any) -> None:
     if not os.environ.get("NOTIFY_SOCKET"):
-        raise Retired("NOTIFY_SOCKET is not set: nobody asks")
+        raise Unasked("NOTIFY_SOCKET is not set")
     if sd_notify.address() is None:
         raise Incompatible("NOTIFY_SOCKET names no UNIX socket")
     require(server, "_run_http_server", "ResponseGenerator._next_request")

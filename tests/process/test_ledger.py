@@ -70,6 +70,7 @@ def check_report(folder, secret):
     assert content["in_flight"] == 7
     assert sorted(r["phase"] for r in content["requests"]).count("decode") == 4
     assert all(r["tokens"] > 0 for r in content["requests"] if r["phase"] == "decode")
+    assert all(r["prompt"] >= len("secret 0") for r in content["requests"] if r["phase"] == "decode")
     assert content["guards"]["stall"] == "active"
     assert content["memory"]["peak_resident"] > 10**7
     assert any(

@@ -34,6 +34,19 @@ def described(model="default_model", draft="default_model", adapter=None):
     return ModelDescription(model=model, draft=draft, adapter=adapter)
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs", "key"),
+    [
+        (("m",), {}, ("m", None, None)),
+        (("m", "a", "d"), {}, ("m", "a", "d")),
+        (("m",), {"draft_model_path": "d"}, ("m", None, "d")),
+        ((), {"draft_model_path": "d", "model_path": "m"}, ("m", None, "d")),
+    ],
+)
+def test_what_is_loaded_is_told_from_the_arguments(args, kwargs, key):
+    assert models.key_of(args, kwargs) == key
+
+
 def test_defaults_are_stocks(provider):
     """The default model always has the command line's adapter; the same model by its path has none unless it says so."""
     default = ("served", "an adapter", None)

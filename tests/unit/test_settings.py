@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from shim import settings, values
-from shim.guards import GUARDS
+from shim.guards import GUARDS, Unasked
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,34 @@ def test_bad_counts(text):
 def test_counts_and_names():
     assert values.parse_count(" 32768 ") == 32768
     assert values.parse_names(" a/b, c ,,") == ("a/b", "c")
+
+
+@pytest.mark.parametrize("text", ["1s", "1999ms", "0.001", "soon"])
+def test_a_deadline_that_the_watchdog_cannot_keep(text):
+    with pytest.raises(ValueError, match="accepted: "):
+        values.parse_deadline(text)
+
+
+def test_deadlines():
+    assert [values.parse_deadline(text) for text in ("0", "2s", "5m")] == [0, 2, 300]
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "reason"),
+    [
+        ({}, ("memory_soft", "memory_hard"), "MLX_SHIM_MEMORY_SOFT and MLX_SHIM_MEMORY_HARD ask for nothing"),
+        ({"memory_hard": 5}, ("memory_soft", "memory_hard"), None),
+        ({"read_timeout": 0.0}, ("read_timeout",), "MLX_SHIM_READ_TIMEOUT asks for nothing"),
+        ({}, ("read_timeout",), None),
+        ({}, ("allowed_models",), "MLX_SHIM_ALLOWED_MODELS asks for nothing"),
+        ({"allowed_models": ("a",)}, ("allowed_models",), None),
+    ],
+)
+def test_what_asks_for_a_guard(monkeypatch, given, names, reason):
+    monkeypatch.setattr(settings, "current", settings.Settings(**given))
+    if reason is None:
+        settings.asked_by(*names)
+        return
+    with pytest.raises(Unasked) as caught:
+        settings.asked_by(*names)
+    assert str(caught.value) == reason
