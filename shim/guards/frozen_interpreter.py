@@ -8,6 +8,7 @@ it stays the program's.
 from __future__ import annotations
 
 import faulthandler
+import threading
 import time
 from typing import Any
 
@@ -19,7 +20,7 @@ UPSTREAM = "mlx-lm 1834; no upstream issue names the GIL"
 MODULE = "mlx_lm.server"
 
 _armed_at = 0.0
-_ours = False  # whether a call to faulthandler is our own
+_ours = 0  # the thread whose call to faulthandler is our own, while it makes one
 _foreign = False
 
 
@@ -54,16 +55,16 @@ def _rearm() -> None:
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> None:
     global _ours
-    _ours = True
+    _ours = threading.get_ident()
     try:
         function(*args, **kwargs)
     finally:
-        _ours = False
+        _ours = 0
 
 
 def _somebody_arms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     global _foreign
-    if not _ours and not _foreign:
+    if _ours != threading.get_ident() and not _foreign:
         _foreign = True
         report.line("the program uses faulthandler.dump_traceback_later itself: MLX_SHIM_GIL_DEADLINE is not watched")
     return wrapped(*args, **kwargs)
@@ -71,7 +72,7 @@ def _somebody_arms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _somebody_cancels(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     global _foreign
-    if not _ours and _foreign:
+    if _ours != threading.get_ident() and _foreign:
         _foreign = False
         report.line("the program has given faulthandler's timer back: MLX_SHIM_GIL_DEADLINE is watched again")
     return wrapped(*args, **kwargs)
