@@ -33,13 +33,22 @@ class FaultyModel:
         self.trigger = folder.with_suffix(".trigger")
         self.counted = folder.with_suffix(".counted")
         self.loaded = folder.with_suffix(".loaded")
-        files = {"trigger": str(self.trigger), "counted": str(self.counted), "loaded": str(self.loaded)}
+        self.hurried = folder.with_suffix(".hurried")
+        files = {name: str(getattr(self, name)) for name in ("trigger", "counted", "loaded", "hurried")}
         self.path = tiny_model.make(folder, model_file="model.py", fault=files | fault)
         shutil.copy(Path(__file__).with_name("faulty_model.py"), folder / "model.py")
         self.args = ("--trust-remote-code",)
 
     def fire(self) -> None:
         self.trigger.touch()
+
+    def hurry(self) -> None:
+        """Delay nothing from now on: a stream that was to outlast what a test does beside it need not be waited for."""
+        self.hurried.touch()
+
+    def take_its_time(self) -> None:
+        """After `hurry`."""
+        self.hurried.unlink()
 
     @property
     def loads(self) -> int:

@@ -1,8 +1,9 @@
 """A tiny llama that misbehaves in its forward pass, as real models have: mlx_lm loads it as the folder's `model_file`.
 
 config.json holds {"fault": {"kind": KIND, "trigger": PATH, ...}}: the fault happens once the file PATH exists. `delay`,
-`prefill_delay` and `load_delay` are seconds; with `once` the file holds the kind and is taken away; `count` has each
-forward add a byte to the file `counted`. Each load adds one to the file `loaded`.
+`prefill_delay` and `load_delay` are seconds, and none of them is waited for once the file `hurried` exists; with `once`
+the file holds the kind and is taken away; `count` has each forward add a byte to the file `counted`. Each load adds one
+to the file `loaded`.
 """
 
 import ctypes
@@ -54,7 +55,13 @@ class Model(llama.Model):
         self._fault = args.fault
         with Path(self._fault["loaded"]).open("a") as loaded:
             loaded.write(".")
-        time.sleep(self._fault.get("load_delay", 0))
+        deadline = time.monotonic() + self._fault.get("load_delay", 0)
+        while time.monotonic() < deadline and not self._hurried:
+            time.sleep(0.02)
+
+    @property
+    def _hurried(self):
+        return Path(self._fault["hurried"]).exists()
 
     def __call__(self, inputs, *args, **kwargs):
         fault = self._fault
@@ -69,6 +76,8 @@ class Model(llama.Model):
         if fault.get("count"):
             with Path(fault["counted"]).open("a") as counted:
                 counted.write(".")
-        time.sleep(fault.get("delay", 0) if inputs.shape[1] == 1 else fault.get("prefill_delay", fault.get("delay", 0)))
+        delay = fault.get("delay", 0) if inputs.shape[1] == 1 else fault.get("prefill_delay", fault.get("delay", 0))
+        if delay and not self._hurried:
+            time.sleep(delay)
         logits = super().__call__(inputs, *args, **kwargs)
         return mx.where(mx.arange(logits.shape[-1]) == END, -1e9, logits)  # it never ends by itself

@@ -171,7 +171,7 @@ class Server:
             raise AssertionError(f"exited with {self.process.returncode}; its log:\n{self.text()[-4000:]}")
         try:
             return self.post({"prompt": "x", "max_tokens": 1})[0] == 200
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
 
     def connect(self, timeout: float = ANSWER) -> http.client.HTTPConnection:

@@ -13,19 +13,19 @@ from harness import Inconclusive, Server, Stream
 from model_folders import HUB_NAME, Folders
 
 OFF = {f"MLX_SHIM_{name}": "0" for name in ("DROPPED_MODEL", "NEEDLESS_DRAIN", "ANY_MODEL")}
-# Tokens; each takes 20 ms. Stock takes up new requests every half second.
-LONGER, LONG, SHORT = 100, 60, 3
+# Tokens; each takes 20 ms, until the model is told to hurry. Stock takes up new requests every half second.
+LONG, SHORT = 500, 3
 
 
 class SlowHub(http.server.BaseHTTPRequestHandler):
     """A hub that has no model, and takes its time to say so about org/slow."""
 
-    asked = threading.Event()
+    asked, released = threading.Event(), threading.Event()
 
     def do_GET(self):
         if "slow" in self.path:
             SlowHub.asked.set()
-            time.sleep(1.5)
+            SlowHub.released.wait(60)
         self.send_response(404)
         self.send_header("X-Error-Code", "RepoNotFound")
         self.send_header("Content-Length", "0")
@@ -40,6 +40,7 @@ class SlowHub(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def hub():
     SlowHub.asked.clear()
+    SlowHub.released.clear()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), SlowHub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "HF_HUB_OFFLINE": None}
@@ -78,7 +79,9 @@ def test_no_request_costs_others_their_model(line, folders):
     """Streams run on beside everything that cannot be loaded, and beside other names of the model itself."""
     with serve(line, folders) as server:
         server.ready()
+        folders.model.hurry()
         expected = texts(start_four(server, "undisturbed"))
+        folders.model.take_its_time()
         broken = list(folders.broken())
         streams = start_four(server, "undisturbed")
         began = time.monotonic()
@@ -92,8 +95,10 @@ def test_no_request_costs_others_their_model(line, folders):
             assert len(answer["error"]["message"]) < 500, told
         print(f"{line}: {len(broken)} requests in {time.monotonic() - began:.2f} s")
         assert any(stream.thread.is_alive() for stream in streams), "all this was to happen beside them"
+        folders.model.hurry()
         assert texts(streams) == expected
-        beside = Stream(server, {"prompt": "beside", "max_tokens": LONGER, "model": "default_model"})
+        folders.model.take_its_time()
+        beside = Stream(server, {"prompt": "beside", "max_tokens": LONG, "model": "default_model"})
         assert beside.first.wait(30)
         names = [HUB_NAME, str(folders.snapshot), f"{folders.snapshot}/", str(folders.root / "link")]
         body = {"max_tokens": SHORT, "draft_model": None}
@@ -102,6 +107,7 @@ def test_no_request_costs_others_their_model(line, folders):
             assert {event["model"] for event in alias.join().events} == {name}, "in the answer it is what was asked for"
             assert (alias.status, alias.done) == (200, True)
         assert beside.thread.is_alive(), "a short request waited for a long one"
+        folders.model.hurry()
         beside.join()
         assert folders.model.loads == 1, "loaded again"
         a_late_failure(server, folders)
@@ -116,10 +122,12 @@ def a_late_failure(server, folders):
     assert (status, answer["error"]["code"]) == (500, "model_load_failed")
     assert folders.model.loads == 2
     assert any("is loaded again" in said for said in server.shim_lines())
-    beside = Stream(server, {"prompt": "batched", "max_tokens": LONGER})
+    folders.model.take_its_time()
+    beside = Stream(server, {"prompt": "batched", "max_tokens": LONG})
     assert beside.first.wait(30)
     assert server.post({"prompt": "a guest", "max_tokens": SHORT})[0] == 200
     assert beside.thread.is_alive(), "served alone, not in a batch"
+    folders.model.hurry()
     beside.join()
     assert server.post(usual)[1]["choices"][0]["text"] == expected
     assert folders.model.loads == 2
@@ -170,6 +178,7 @@ def a_slow_hub(server, folders):
     assert SlowHub.asked.wait(30)
     assert server.post({"prompt": "meanwhile", "max_tokens": SHORT})[0] == 200
     assert slow.thread.is_alive(), "the hub was to be slow"
+    SlowHub.released.set()
     slow.join()
     assert slow.status == 404
     assert json.loads(slow.lines[0])["error"]["code"] == "model_not_found"
@@ -185,7 +194,7 @@ def test_control_stock_pays(line, folders):
         server.post({"prompt": "y", "max_tokens": 1})
         expect(folders.model.loads > 1, "the model stays loaded after a typing error")
         server.post({"prompt": "z", "max_tokens": 1})
-        beside = Stream(server, {"prompt": "beside", "max_tokens": LONGER})
+        beside = Stream(server, {"prompt": "beside", "max_tokens": 100})
         assert beside.first.wait(30)
         server.post({"prompt": "alias", "max_tokens": SHORT, "model": str(folders.root / "link")})
         expect(not beside.thread.is_alive() or beside.done, "an alias is served beside")

@@ -111,25 +111,33 @@ def test_batches_that_mix(line, tiny):
 
 def meet(server):
     """A plain request, and one with a penalty that is admitted while the plain one has one chunk of its prompt to go."""
-    plain = Stream(server, {"prompt": "plain" * 13, "max_tokens": 20})
-    assert wait_until(lambda: any(f"keepalive {2 * CHUNK}/" in line for line in plain.lines), 60, 0.01)
+    plain = Stream(server, {"prompt": "p" * (3 * CHUNK + 1), "max_tokens": 20})
+    assert wait_until(lambda: any(f"keepalive {CHUNK}/" in line for line in plain.lines), 60, 0.01)
     other = Stream(server, {"prompt": "penalty", "max_tokens": 12, "repetition_penalty": 1.7})
     return plain, other
 
 
 def test_over_http(line, faulty, tmp_path):
-    # Longer than the half second for which stock computes before it looks for the next request.
-    model = faulty(kind="none", prefill_delay=0.6)
+    # Longer than the half second for which stock computes before it looks for the next request, and long enough for that
+    # request to arrive meanwhile.
+    model = faulty(kind="none", prefill_delay=1.5)
+    model.hurry()
     arguments = (*model.args, "--prefill-step-size", str(CHUNK), "--prompt-cache-size", "0")
     with Server(line, model.path, tmp_path / "log", args=arguments) as server:
         state = server.ready().get("/health")[1]["guards"]["mixed_processors"]
         assert state == ("active" if line == OLD else "retired")
-        streams = [stream.join() for stream in meet(server)]
+        model.take_its_time()
+        streams = meet(server)
+        assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 2, 30, 0.01)
+        model.hurry()
+        streams = [stream.join() for stream in streams]
         for stream in streams:
             assert stream.done
             assert Stream(server, stream._args[1]).join().text == stream.text
     if line == OLD:
         with Server(line, model.path, tmp_path / "stock", args=arguments, environ=OFF) as server:
-            meet(server.ready())
+            server.ready()
+            model.take_its_time()
+            meet(server)
             if server.wait_exit(60) != fatal.EX_SOFTWARE or "NoneType" not in server.text():
                 raise Inconclusive(f"stock survives it: {server.text()[-2000:]}")
