@@ -53,7 +53,7 @@ def padded(tmp_path):
 
 
 def others(server, name):
-    return [Stream(server, {"prompt": f"{n} {name}", "max_tokens": 250}) for n in range(3)]
+    return [Stream(server, {"prompt": f"{n} {name}", "max_tokens": 400}) for n in range(3)]
 
 
 def beside(server, expected, name, victim):
