@@ -14,6 +14,14 @@ from harness import NEWEST, Inconclusive, Server, Stream, wait_until
 OFF = {"MLX_SHIM_ABRUPT_STOP": "0"}
 LONG = 100_000  # tokens: more than any test waits for
 SOON = 5.0  # seconds; an idle server takes a fraction of one
+PATIENT = {"MLX_SHIM_EXIT_GRACE": "10s"}  # whoever is to be told is; it ends as soon as they are
+# The stock server, with something in shim/drain.py set to what suits a test on a busy machine.
+WITH_DRAIN = """
+import sys
+from mlx_lm.server import main
+next(module for name, module in sys.modules.items() if name.endswith("shim.drain")).{name} = {value}
+main()
+"""
 
 
 def start(server, count, **body):
@@ -30,6 +38,12 @@ def ask(server, number):
     return time.monotonic()
 
 
+def with_drain(tmp_path, name, value):
+    program = tmp_path / "program.py"
+    program.write_text(WITH_DRAIN.format(name=name, value=value))
+    return (str(program),)
+
+
 def last_line(server):
     (said,) = [x for x in server.shim_lines() if "stopped: " in x]
     return said
@@ -44,7 +58,7 @@ def told(stream):
 def test_those_in_flight_finish_and_newcomers_are_refused(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.03)
     with Server(line, model.path, tmp_path / "log", args=model.args) as server:
-        streams = start(server.ready(), 16, max_tokens=120)
+        streams = start(server.ready(), 16, max_tokens=400)
         ask(server, signal.SIGTERM)
         assert wait_until(lambda: server.get("/health")[1]["status"] == "draining", 5)
         assert server.get("/health/live")[0] == 200
@@ -56,6 +70,7 @@ def test_those_in_flight_finish_and_newcomers_are_refused(line, faulty, tmp_path
         assert int(answer.headers["Retry-After"]) > 0
         assert answer.headers["Connection"] == "close"
         assert any(s.thread.is_alive() for s in streams), "all of that while the streams go on"
+        model.hurry()
         assert all(s.join().done for s in streams)
         assert server.wait_exit(30) == 0
         assert "SIGTERM; in flight: 16 finished, 0 cut short" in last_line(server)
@@ -65,7 +80,7 @@ def test_those_in_flight_finish_and_newcomers_are_refused(line, faulty, tmp_path
 def test_control_sigterm_cuts_every_stream(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.03)
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=OFF) as server:
-        streams = start(server.ready(), 4, max_tokens=100)
+        streams = start(server.ready(), 4, max_tokens=LONG)
         ask(server, signal.SIGTERM)
         status = server.wait_exit(30)
         whole = sum(s.join().done for s in streams)
@@ -76,7 +91,7 @@ def test_control_sigterm_cuts_every_stream(line, faulty, tmp_path):
 def test_a_drain_too_short_for_them(line, faulty, tmp_path):
     """Two in the batch, and one that waits to be served alone after them."""
     model = faulty(kind="none", delay=0.03)
-    environ = {"MLX_SHIM_DRAIN": "1s"}
+    environ = {"MLX_SHIM_DRAIN": "1s", **PATIENT}
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
         streams = start(server.ready(), 2, max_tokens=LONG)
         queued = Stream(server, {"prompt": "alone", "max_tokens": 5, "seed": 1})
@@ -91,7 +106,8 @@ def test_a_drain_too_short_for_them(line, faulty, tmp_path):
 
 def test_one_that_is_served_alone_and_a_second_signal(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.03)
-    with Server(line, model.path, tmp_path / "log", args=model.args) as server:
+    entry = with_drain(tmp_path, "AT_ONCE", 10.0)  # as PATIENT, where it does not wait
+    with Server(line, model.path, tmp_path / "log", args=model.args, entry=entry) as server:
         (stream,) = start(server.ready(), 1, max_tokens=LONG, seed=1)
         ask(server, signal.SIGINT)
         time.sleep(1)
@@ -107,11 +123,13 @@ def test_one_that_is_served_alone_and_a_second_signal(line, faulty, tmp_path):
 def test_a_signal_that_comes_twice_at_once_is_one(faulty, tmp_path):
     """As from `timeout`, which signals its child and then the group. The first has been taken up when the second comes."""
     model = faulty(kind="none", delay=0.02)
-    with Server(NEWEST, model.path, tmp_path / "log", args=model.args) as server:
-        (stream,) = start(server.ready(), 1, max_tokens=100)
+    entry = with_drain(tmp_path, "ECHO", 60.0)  # the test may be slow to send it
+    with Server(NEWEST, model.path, tmp_path / "log", args=model.args, entry=entry) as server:
+        (stream,) = start(server.ready(), 1, max_tokens=300)
         ask(server, signal.SIGTERM)
         assert wait_until(lambda: "a second signal ends it at once" in server.text(), 10, step=0.005)
         ask(server, signal.SIGTERM)
+        model.hurry()
         assert stream.join().done
         assert server.wait_exit(30) == 0
         assert "SIGTERM; in flight: 1 finished, 0 cut short" in last_line(server)
@@ -119,7 +137,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(faulty, tmp_path):
 
 def test_served_alone_past_the_drain(faulty, tmp_path):
     model = faulty(kind="none", delay=0.03)
-    environ = {"MLX_SHIM_DRAIN": "500ms"}
+    environ = {"MLX_SHIM_DRAIN": "500ms", **PATIENT}
     with Server(NEWEST, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
         (stream,) = start(server.ready(), 1, max_tokens=LONG, seed=1)
         ask(server, signal.SIGTERM)
@@ -137,7 +155,7 @@ def test_an_idle_server_ends_at_once(line, tiny, tmp_path):
 
 def test_while_the_model_loads(line, faulty, tmp_path):
     model = faulty(kind="none", load_delay=90)
-    with Server(line, model.path, tmp_path / "log", args=model.args) as server:
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ=PATIENT) as server:
         assert wait_until(lambda: "Starting httpd" in server.text(), 60)
         waiting = Stream(server, {"prompt": "early", "max_tokens": 5})
         assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 1, 10)
@@ -151,7 +169,7 @@ def test_while_the_model_loads(line, faulty, tmp_path):
 def test_an_engine_that_is_stuck(faulty, tmp_path):
     """No verdict has been reached when the signal comes: the drain bounds it."""
     model = faulty(kind="sleep", delay=0.02)
-    environ = {"MLX_SHIM_DRAIN": "1s"}
+    environ = {"MLX_SHIM_DRAIN": "1s", **PATIENT}
     with Server(NEWEST, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
         (stream,) = start(server.ready(), 1, max_tokens=LONG)
         model.fire()
@@ -203,10 +221,11 @@ def test_a_handler_of_the_program_that_exits(guard, tiny, tmp_path):
         assert (noted["deaths"], noted["run"]) == ([], None)
 
 
-def test_a_body_that_is_on_its_way_is_served(tiny, tmp_path):
+def test_a_body_that_is_on_its_way_is_served(faulty, tmp_path):
     """Its headers were in before the signal: it counts as in flight from its last byte on, beside another."""
-    with Server(NEWEST, tiny, tmp_path / "log") as server:
-        (stream,) = start(server.ready(), 1, max_tokens=3000)
+    model = faulty(kind="none", delay=0.02)
+    with Server(NEWEST, model.path, tmp_path / "log", args=model.args) as server:
+        (stream,) = start(server.ready(), 1, max_tokens=400)
         head, rest = b'{"prompt": "x", ', b'"max_tokens": 1}'
         s = server.connect()
         s.putrequest("POST", "/v1/completions")
@@ -218,5 +237,6 @@ def test_a_body_that_is_on_its_way_is_served(tiny, tmp_path):
         answer = s.getresponse()
         assert answer.status == 200
         assert json.loads(answer.read())["choices"]
+        model.hurry()
         assert stream.join().done
         assert server.wait_exit(30) == 0
