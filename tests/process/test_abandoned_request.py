@@ -57,7 +57,7 @@ def test_a_client_that_leaves(line, slow, tmp_path, stage):
         assert wait_until(lambda: idle(slow), BOUND), server.text()[-2000:]
         print(f"{line}, {stage}: {time.monotonic() - left - 0.6:.1f} s until the engine was idle")
         assert server.post({"prompt": "z", "max_tokens": 2})[0] == 200
-        assert server.get("/health")[1]["in_flight"] == 0
+        assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 0, BOUND)
         assert "Traceback" not in server.text(), "a client that left is no error"
 
 
@@ -107,13 +107,14 @@ def test_clients_that_leave_while_waiting_in_the_batch(line, slow, tmp_path):
     """With the batch full they wait inside BatchGenerator; they leave it without a prefill."""
     args = (*slow.args, "--decode-concurrency", "2", "--prompt-concurrency", "1")
     with Server(line, slow.path, tmp_path / "log", args=args) as server:
-        kept = [Stream(server.ready(), {"prompt": "x", "max_tokens": 200}) for _ in range(2)]
+        kept = [Stream(server.ready(), {"prompt": "x", "max_tokens": 1000}) for _ in range(2)]
         assert all(s.first.wait(30) for s in kept)
         waiting = [server.send_and_leave({**LONG, "prompt": f"{n} {'w' * 100}"}) for n in range(10)]
         time.sleep(1)
         for s in waiting:
             s.close()
         assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 2, BOUND)
+        slow.hurry()
         for stream in kept:
             assert stream.join().done
         assert wait_until(lambda: idle(slow), BOUND)

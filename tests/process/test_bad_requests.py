@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 from bad_requests import CASES, CHAT, KILLERS, NEW, OLD
-from harness import NEWEST, REPO, Inconclusive, Server, Stream, clean_environ, python_of
+from harness import NEWEST, REPO, Inconclusive, Server, Stream, clean_environ, python_of, wait_until
 
 OFF = {"MLX_SHIM_BAD_REQUEST": "0", "MLX_SHIM_KILLER_REQUEST": "0"}
 NORMAL = [{"prompt": f"{n} is a number", "max_tokens": 400, "temperature": 0.0} for n in range(4)]
@@ -35,8 +35,7 @@ def test_each_is_told_and_hurts_nobody(line, faulty, tmp_path):
     with Server(line, model.path, tmp_path / "log", args=model.args) as server:
         assert texts(server.ready(), ask_all) == wanted
         assert server.post({"prompt": "afterwards", "max_tokens": 2})[0] == 200
-        health = server.get("/health")[1]
-        assert health["in_flight"] == 0
+        assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 0, 10)
         assert "Traceback" not in server.text()
     for case in CASES:
         status, answer = answers[case.name]

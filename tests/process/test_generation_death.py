@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from harness import Server, expect_zombie
+from harness import Server, expect_zombie, wait_until
 
 pytestmark = pytest.mark.usefixtures("killable")
 
@@ -27,7 +27,9 @@ def verdict(server: Server) -> str:
 def test_a_request_that_kills_the_thread_ends_the_process(line, tiny, tmp_path, killer):
     body = KILLER_REQUESTS[killer]
     with Server(line, tiny, tmp_path / "log") as server:
-        server.ready().send_and_leave(body)
+        server.ready()
+        assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 0, 10)
+        server.send_and_leave(body)
         killed = time.monotonic()
         assert server.wait_exit() == 70
         print(f"{line}, {killer}: {time.monotonic() - killed:.2f} s from the request to the exit")
