@@ -265,7 +265,8 @@ class Stream:
         self.headers: dict[str, str] = {}
         self.error: BaseException | None = None
         self.first = threading.Event()
-        self._args = (server, {**body, "stream": True}, path, timeout)
+        self.body = {**body, "stream": True}
+        self._args = (server, self.body, path, timeout)
         self.thread = threading.Thread(target=self._read, daemon=True)
         self.thread.start()
 

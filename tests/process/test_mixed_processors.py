@@ -133,7 +133,7 @@ def test_over_http(line, faulty, tmp_path):
         streams = [stream.join() for stream in streams]
         for stream in streams:
             assert stream.done
-            assert Stream(server, stream._args[1]).join().text == stream.text
+            assert Stream(server, stream.body).join().text == stream.text
     if line == OLD:
         with Server(line, model.path, tmp_path / "stock", args=arguments, environ=OFF) as server:
             server.ready()
