@@ -25,11 +25,12 @@ def test_after_so_many_requests_once_it_is_idle(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.02)
     environ = {"MLX_SHIM_RECYCLE_REQUESTS": "3", "MLX_SHIM_REPORT_DIR": str(tmp_path / "reports")}
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
-        stream = Stream(server.ready(), {"prompt": "busy", "max_tokens": 250})
+        stream = Stream(server.ready(), {"prompt": "busy", "max_tokens": 500})
         assert stream.first.wait(30)
         posts(server, 2)
         time.sleep(2.5)
         assert server.get("/health")[1]["status"] == "ok", "a busy server goes on"
+        model.hurry()
         assert stream.join().done
         assert server.wait_exit(30) == 75
         assert "recycled at 4 requests, MLX_SHIM_RECYCLE_REQUESTS being 3 requests" in recycled(server)
@@ -43,7 +44,7 @@ def test_after_so_many_requests_once_it_is_idle(line, faulty, tmp_path):
 
 def test_a_busy_one_at_twice_the_limit(faulty, tmp_path):
     model = faulty(kind="none", delay=0.02)
-    environ = {"MLX_SHIM_RECYCLE_REQUESTS": "2", "MLX_SHIM_DRAIN": "2s"}
+    environ = {"MLX_SHIM_RECYCLE_REQUESTS": "2", "MLX_SHIM_DRAIN": "5s", "MLX_SHIM_EXIT_GRACE": "10s"}
     with Server(NEWEST, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
         stream = Stream(server.ready(), {"prompt": "busy", "max_tokens": 100_000})
         assert stream.first.wait(30)

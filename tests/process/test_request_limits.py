@@ -139,13 +139,14 @@ def test_requests_in_flight(line, faulty, tmp_path):
     environ = {"MLX_SHIM_MAX_INFLIGHT": "3"}
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
         server.ready()
-        streams = [Stream(server, {"prompt": f"{n} s", "max_tokens": 100}) for n in range(3)]
+        streams = [Stream(server, {"prompt": f"{n} s", "max_tokens": 400}) for n in range(3)]
         assert all(stream.first.wait(30) for stream in streams)
         connection = server.connect()
         connection.request("POST", "/v1/completions", json.dumps({"prompt": "more", "max_tokens": 1}))
         answer = connection.getresponse()
         told = json.loads(answer.read())["error"]
         assert (answer.status, told["code"], answer.headers["Retry-After"]) == (429, "too_many_requests", "1")
+        model.hurry()
         assert all(stream.join().done for stream in streams)
         assert wait_until(lambda: server.post({"prompt": "more", "max_tokens": 1})[0] == 200, 10)
         bad = [server.post({"prompt": ""})[0] for _ in range(5)] + [server.post(b"{")[0] for _ in range(5)]
@@ -154,7 +155,8 @@ def test_requests_in_flight(line, faulty, tmp_path):
     off = {**environ, "MLX_SHIM_UNLIMITED_QUEUE": "0"}
     with Server(NEWEST, model.path, tmp_path / "off", args=model.args, environ=off) as server:
         server.ready()
-        streams = [Stream(server, {"prompt": f"{n} t", "max_tokens": 100}) for n in range(3)]
+        model.take_its_time()
+        streams = [Stream(server, {"prompt": f"{n} t", "max_tokens": 400}) for n in range(3)]
         assert all(stream.first.wait(30) for stream in streams)
         if server.post({"prompt": "more", "max_tokens": 1})[0] != 200:
             raise Inconclusive("stock turns it away by itself")

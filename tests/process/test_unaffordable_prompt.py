@@ -46,7 +46,7 @@ def test_400_with_what_would_fit_and_503_beside_others(line, big, tmp_path):
         assert status == 400, told
         assert server.post(FITS)[1]["choices"][0]["text"] == alone
         busy = Stream(server, {"prompt": "x" * 700, "max_tokens": 400, "temperature": 0})
-        assert wait_until(lambda: re.search(r"progress: 699/(699|700)", server.text()), 60), "it decodes"
+        assert wait_until(lambda: re.search(r"progress: 699/(699|700)", server.text()), 60, 0.005), "it decodes"
         status, told = server.post({"prompt": "w" * (fit - 100), "max_tokens": 1})
         assert (status, told["error"]["code"]) == (503, "memory_pressure")
         assert busy.join().done, "whoever was there first goes on"

@@ -43,21 +43,25 @@ def systemd(tmp_path):
 
 
 def test_from_the_load_to_the_stop(line, faulty, tmp_path, systemd):
-    model = faulty(kind="none", load_delay=3, delay=0.02)
+    model = faulty(kind="none", load_delay=60, delay=0.02)
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=systemd.environ) as server:
         assert systemd.hears("STATUS=loading", "EXTEND_TIMEOUT_USEC=60000000")
         assert "READY=1" not in systemd.heard
+        model.hurry()
         assert systemd.hears("READY=1", "STATUS=serving")
         asked = systemd.heard.count("EXTEND_TIMEOUT_USEC=60000000")
         assert server.post({"prompt": "x", "max_tokens": 1})[0] == 200
-        stream = Stream(server, {"prompt": "x", "max_tokens": 100})
+        model.take_its_time()
+        stream = Stream(server, {"prompt": "x", "max_tokens": 400})
         assert stream.first.wait(30)
         server.process.send_signal(signal.SIGTERM)
         assert systemd.hears("STOPPING=1", "STATUS=draining", timeout=10)
         assert not any(x.startswith("WATCHDOG") for x in systemd.heard), "nobody asked for it"
         assert systemd.heard.count("EXTEND_TIMEOUT_USEC=60000000") == asked, "neither a run nor a stop is made longer"
+        model.hurry()
         assert stream.join().done
         assert server.wait_exit(30) == 0
+        systemd.hears()
         assert [x for x in systemd.heard if x in ("READY=1", "STOPPING=1")] == ["READY=1", "STOPPING=1"]
 
 

@@ -37,13 +37,13 @@ def test_draining(line, faulty, tmp_path):
     """SIGINT while a request is served alone: stock waits for it, and says ok meanwhile."""
     model = faulty(kind="none", delay=0.05)
     with Server(line, model.path, tmp_path / "log", args=model.args) as server:
-        stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 100, "seed": 1})
+        stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000, "seed": 1})
         assert stream.first.wait(30)
         connection = server.connect()
         connection.connect()
         time.sleep(0.2)
         server.process.send_signal(signal.SIGINT)
-        time.sleep(1)
+        assert wait_until(lambda: server.get("/health")[1]["status"] == "draining", 10)
         connection.request("GET", "/health")
         answer = connection.getresponse()
         assert answer.status == 503
