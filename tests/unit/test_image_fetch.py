@@ -157,12 +157,12 @@ def test_each_hop_is_judged_again(names, one_public):
 
 
 def test_a_resolver_that_hangs_does_not_hold_the_request(monkeypatch):
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(5))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(60))
     monkeypatch.setattr(image_fetch, "MAX_SECONDS", 0.5)
     before = time.monotonic()
     with pytest.raises(CannotFetch, match="too long"):
         fetch("http://slow.test/")
-    assert time.monotonic() - before < 4
+    assert time.monotonic() - before < 30
 
 
 def test_no_proxy_of_the_environment_is_asked(one_public, monkeypatch):

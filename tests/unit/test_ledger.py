@@ -82,13 +82,14 @@ def test_a_length_has_what_came_from_the_prompt_cache_in_it(request_, token, con
     assert entry.describe(0.0)["prompt_total"] == 10
 
 
-def test_an_explicit_timeout_is_honoured(request_, token):
+def test_an_explicit_timeout_is_honoured(request_, token, monkeypatch):
+    monkeypatch.setattr(ledger, "POLL", 60.0)
     _entry, responses = request_()
     ledger.checks.append(lambda entry: None)
     started = time.monotonic()
     with pytest.raises(queue.Empty):
         responses.get(timeout=0.2)
-    assert 0.15 < time.monotonic() - started < 1.0
+    assert 0.15 < time.monotonic() - started < 30
     with pytest.raises(queue.Empty):
         responses.get(block=False)
     responses.put(token())
@@ -105,13 +106,14 @@ def test_a_waiter_is_woken_at_once_and_looks_around_once_a_second(engine, reques
         caught.append(responses.get())
 
     waiter = threading.Thread(target=wait)
+    started = time.monotonic()
     waiter.start()
     time.sleep(2.5)
     engine.fail_waiting(errors.engine_dead())
-    waiter.join(1)
+    waiter.join(30)
     assert not waiter.is_alive()
     assert isinstance(caught[0], errors.ShimError)
-    assert 2 <= len(looks) <= 4
+    assert 2 <= len(looks) <= time.monotonic() - started + 1
 
 
 def test_one_outcome_for_each_request(engine, in_decode):
