@@ -66,7 +66,8 @@ def test_a_report_that_cannot_be_made(tiny, tmp_path):
     """The clients are told all the same, the line is said, and the status is a death's."""
     reports = tmp_path / "reports"
     entry = program(tmp_path, after=UNKNOWN_FACTS)
-    with Server(NEWEST, tiny, tmp_path / "log", entry=entry, environ={"MLX_SHIM_REPORT_DIR": str(reports)}) as server:
+    environ = {"MLX_SHIM_REPORT_DIR": str(reports), "MLX_SHIM_EXIT_GRACE": "10s"}
+    with Server(NEWEST, tiny, tmp_path / "log", entry=entry, environ=environ) as server:
         status, answer = server.ready().post(KILLER)
         assert (status, answer["error"]["code"]) == (503, "engine_dead")
         assert server.wait_exit(30) == 70

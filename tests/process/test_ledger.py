@@ -9,9 +9,11 @@ import textwrap
 import time
 
 import pytest
+from conftest import FaultyModel
 from harness import KILLER, Inconclusive, Server, Stream, expect_zombie, wait_until
 
-SHORT = {"MLX_SHIM_DECODE_STALL": "4s", "MLX_SHIM_PREFILL_STALL": "6s"}
+PATIENT = {"MLX_SHIM_EXIT_GRACE": "10s"}  # whoever is to be told is; it ends as soon as they are
+SHORT = {"MLX_SHIM_DECODE_STALL": "4s", "MLX_SHIM_PREFILL_STALL": "6s", **PATIENT}
 
 
 def fatal_line(server):
@@ -31,15 +33,15 @@ def error_of(stream):
 
 def test_a_death_with_streams_open_and_requests_queued(line, faulty, tmp_path):
     model = faulty(kind="RuntimeError", delay=0.03)
-    environ = {"MLX_SHIM_REPORT_DIR": str(tmp_path / "reports")}
+    environ = {"MLX_SHIM_REPORT_DIR": str(tmp_path / "reports"), **PATIENT}
     args = (*model.args, "--decode-concurrency", "4", "--prompt-concurrency", "1")
     with Server(line, model.path, tmp_path / "log", args=args, environ=environ) as server:
-        server.ready()
+        before = requests(server.ready())
         started = [Stream(server, {"prompt": f"secret {n}", "max_tokens": 2000}) for n in range(4)]
         for stream in started:
             assert stream.first.wait(30)
         queued = [Stream(server, {"prompt": f"secret {n}", "max_tokens": 2000}) for n in range(3)]
-        time.sleep(1)
+        assert wait_until(lambda: requests(server) == before + 7, 30)
         model.fire()
         fired = time.monotonic()
         assert server.wait_exit(30) == 70
@@ -56,6 +58,10 @@ def test_a_death_with_streams_open_and_requests_queued(line, faulty, tmp_path):
         assert error_of(stream)["type"] == "server_error"
     assert "7 in flight" in fatal_line(server)
     check_report(tmp_path / "reports", "secret")
+
+
+def requests(server):
+    return server.get("/health")[1]["counters"]["requests"]
 
 
 def check_report(folder, secret):
@@ -90,10 +96,17 @@ def test_control_stock_cuts_streams_without_a_word_or_hangs(line, faulty, tmp_pa
             raise Inconclusive(f"stock told its client: {stream.lines[-2:]}")
 
 
-def test_a_forward_that_sleeps_for_ever_is_a_stall(line, faulty, tmp_path):
-    """Blocked in native code at 0 % CPU."""
-    model = faulty(kind="sleep")
-    with Server(line, model.path, tmp_path / "log", args=model.args, environ=SHORT) as server:
+def test_a_forward_that_sleeps_for_ever_is_a_stall(line, tmp_path):
+    """Blocked in native code at 0 % CPU. Beside one without the guard, the control, which is blocked for longer."""
+    model, other = (FaultyModel(tmp_path / name, kind="sleep") for name in ("faulty", "other"))
+    off = SHORT | {"MLX_SHIM_STALL": "0"}
+    with (
+        Server(line, other.path, tmp_path / "off", args=other.args, environ=off) as control,
+        Server(line, model.path, tmp_path / "log", args=model.args, environ=SHORT) as server,
+    ):
+        control.ready()
+        other.fire()
+        control.send_and_leave({"prompt": "x"})
         stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 50_000})
         assert stream.first.wait(30)
         model.fire()
@@ -106,13 +119,7 @@ def test_a_forward_that_sleeps_for_ever_is_a_stall(line, faulty, tmp_path):
         assert "misbehave" in fatal_line(server), "the verdict names the frame at fault"
         assert "in misbehave\n" in server.text(), "and so does the dump of all stacks"
         assert "Thread 0x" in server.text()
-    model.trigger.unlink()
-    with Server(line, model.path, tmp_path / "off", args=model.args, environ=SHORT | {"MLX_SHIM_STALL": "0"}) as server:
-        server.ready()
-        model.fire()
-        server.send_and_leave({"prompt": "x"})
-        time.sleep(8)
-        expect_zombie(server)
+        expect_zombie(control)
 
 
 def test_a_prefill_that_never_ends_is_a_stall(line, faulty, tmp_path):
@@ -146,7 +153,7 @@ def test_a_wedged_engine_is_found_though_clients_give_up_sooner(line, faulty, tm
 
 def test_sigint_leaves_nobody_without_a_word(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.05)
-    environ = {"MLX_SHIM_ABRUPT_STOP": "0"}  # an orderly stop of stock's own, as a program may ask for
+    environ = {"MLX_SHIM_ABRUPT_STOP": "0", **PATIENT}  # an orderly stop of stock's own, as a program may ask for
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
         stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
         assert stream.first.wait(30)
@@ -181,7 +188,7 @@ def test_dump_reports_once_an_episode_and_lives(line, faulty, tmp_path):
     model = faulty(kind="sleep_while_triggered")
     environ = SHORT | {"MLX_SHIM_ON_STALL": "dump"}
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
-        stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 500})
+        stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
         assert stream.first.wait(30)
         for episode in (1, 2):
             model.fire()
@@ -244,13 +251,14 @@ def test_a_livelock_that_starves_one_request(line, faulty, tmp_path, guarded):
 @pytest.mark.parametrize("seed", [{}, {"seed": 1}], ids=["batched", "sequential"])
 def test_a_request_timeout_ends_that_request_alone(line, faulty, tmp_path, seed):
     model = faulty(kind="none", delay=0.02)
-    environ = {"MLX_SHIM_REQUEST_TIMEOUT": "3s"}
+    environ = {"MLX_SHIM_REQUEST_TIMEOUT": "6s"}
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
         server.ready()
-        status, answer = server.post({"prompt": "x", "max_tokens": 100_000, **seed})
+        stream = Stream(server, {"prompt": "x", "max_tokens": 100_000, **seed})
+        assert stream.first.wait(30)
+        status, answer = server.post({"prompt": "x", "max_tokens": 100_000, **seed})  # served alone, it waits
         assert (status, answer["error"]["code"]) == (504, "request_timeout")
-        stream = Stream(server, {"prompt": "x", "max_tokens": 100_000, **seed}).join()
-        assert stream.status == 200
+        assert stream.join().status == 200
         assert not stream.done
         assert error_of(stream)["code"] == "request_timeout"
         assert server.post({"prompt": "x", "max_tokens": 10})[0] == 200

@@ -12,9 +12,8 @@ pytestmark = pytest.mark.usefixtures("killable")
 def test_the_openai_client(line, faulty, tmp_path):
     """Its exception classes and its retries: 503 is retried, 400 is not, an error event raises."""
     model = faulty(kind="RuntimeError", delay=0.02)
-    with Server(
-        line, model.path, tmp_path / "log", args=model.args, environ={"MLX_SHIM_WHILE_LOADING": "reject"}
-    ) as server:
+    environ = {"MLX_SHIM_WHILE_LOADING": "reject", "MLX_SHIM_EXIT_GRACE": "10s"}
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
         server.ready()
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=2)
         done = client.completions.create(model="default_model", prompt="x", max_tokens=3)

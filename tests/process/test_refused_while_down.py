@@ -51,7 +51,8 @@ def test_who_connects_while_it_is_down_is_answered_by_the_next(line, tiny, tmp_p
         os.kill(first.pid, signal.SIGKILL)
         first.wait_exit()
         queued += [first.send_and_leave(READY) for _ in range(3)]  # nobody lives
-        with serving_on(held, line, tiny, tmp_path / "second", port=port) as second:
+        environ = {"MLX_SHIM_EXIT_GRACE": "10s"}
+        with serving_on(held, line, tiny, tmp_path / "second", port=port, environ=environ) as second:
             assert [answer_of(connection).status for connection in queued] == [200] * 6
             killer = answer_of(second.send_and_leave(KILLER))
             assert (killer.status, killer.body["error"]["code"]) == (503, "engine_dead")
@@ -70,15 +71,24 @@ def test_control_without_the_guard_the_port_is_taken(line, tiny, tmp_path, held)
             raise Inconclusive("stock serves on a passed socket by itself")
 
 
+REPORTS = """
+import os, threading, time
+from mlx_lm.server import main
+def show(*_):
+    open("dying", "w").close()
+    while not os.path.exists("asked"):
+        time.sleep(0.02)
+threading.excepthook = show
+main()
+"""
+
+
 def test_who_has_been_let_in_is_answered_and_nobody_else_is_let_in(tiny, tmp_path, held):
-    """While a dying process reports: `sleep` hangs in the hook that prints, until its time is over."""
+    """While a dying process reports: the hook that prints takes until the test has asked."""
     program = tmp_path / "program.py"
-    program.write_text(
-        "import threading, time\nfrom mlx_lm.server import main\n"
-        "threading.excepthook = lambda *_: (open('dying', 'w').close(), time.sleep(100))\nmain()\n"
-    )
+    program.write_text(REPORTS)
     port = held.getsockname()[1]
-    environ = {"MLX_SHIM_EXIT_GRACE": "3s"}
+    environ = {"MLX_SHIM_EXIT_GRACE": "20s"}
     options = {"port": port, "entry": (str(program),), "environ": environ}
     with serving_on(held, NEWEST, tiny, tmp_path / "log", **options) as server:
         early = socket.create_connection(("127.0.0.1", port))
@@ -88,6 +98,9 @@ def test_who_has_been_let_in_is_answered_and_nobody_else_is_let_in(tiny, tmp_pat
         raw = b"GET /health HTTP/1.1\r\n\r\n"
         early.sendall(raw)
         assert answer_of(early).body["status"] == "dead"
+        assert server.alive
+        (tmp_path / "asked").touch()
+        early.close()
         assert server.wait_exit(30) == 70
         held.settimeout(5)
         taken, address = held.accept()  # as the next process would
