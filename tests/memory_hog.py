@@ -3,6 +3,7 @@
 `memory_hog.py FILE GRACE ARGUMENTS`: GRACE is in seconds, how long exhausted_memory waits before it has the process replaced.
 """
 
+import contextlib
 import pathlib
 import sys
 import threading
@@ -20,7 +21,9 @@ def hog():
     held = b""
     while True:
         time.sleep(0.05)
-        size = int(trigger.read_text() or 0) if trigger.exists() else 0
+        size = 0
+        with contextlib.suppress(FileNotFoundError):
+            size = int(trigger.read_text() or 0)
         if len(held) != size:
             held = b"x" * size
 

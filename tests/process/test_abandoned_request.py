@@ -107,7 +107,7 @@ def test_clients_that_leave_while_waiting_in_the_batch(line, slow, tmp_path):
     """With the batch full they wait inside BatchGenerator; they leave it without a prefill."""
     args = (*slow.args, "--decode-concurrency", "2", "--prompt-concurrency", "1")
     with Server(line, slow.path, tmp_path / "log", args=args) as server:
-        kept = [Stream(server.ready(), {"prompt": "x", "max_tokens": 1000}) for _ in range(2)]
+        kept = [Stream(server.ready(), {"prompt": "x", "max_tokens": 500}) for _ in range(2)]
         assert all(s.first.wait(30) for s in kept)
         waiting = [server.send_and_leave({**LONG, "prompt": f"{n} {'w' * 100}"}) for n in range(10)]
         time.sleep(1)
