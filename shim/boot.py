@@ -115,7 +115,7 @@ def _unkept() -> list[str]:
     """What a setting asks for and no guard gives: reasons not to start. That a guard's switch wants it so is said."""
     reasons = []
     for name in guards.GUARDS:
-        needs = getattr(_guard(name), "NEEDS", None)
+        needs = guards.needs(name)
         if not needs or not getattr(settings.current, needs):
             continue
         state = report.states.get(name)

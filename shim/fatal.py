@@ -17,7 +17,8 @@ STOPPED = 0  # asked to stop, and did
 EX_SOFTWARE = 70  # the generation thread died or stalled after it had come up
 EX_OSERR = 71  # could not listen
 EX_TEMPFAIL = 75  # wants to be started again: a limit of MLX_SHIM_RECYCLE_* is reached, or one of memory for good
-# It never came up: the model could not be loaded, a key file or a passed socket cannot be used, or MLX_SHIM_STRICT refused.
+# It never came up: the model could not be loaded, a key file or a passed socket cannot be used, what MLX_SHIM_WIRED asks
+# for cannot be given, or MLX_SHIM_STRICT refused.
 EX_CONFIG = 78
 
 # Seconds from a death to the exit, whatever the traceback's printer, a full pipe or a hanging hook does meanwhile.

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .. import __version__, local_model, memory, models, settings, values
+from .. import __version__, guards, local_model, memory, models, settings, values
 from . import memory_budget, path
 
 HELP = (
@@ -19,6 +19,7 @@ HELP = (
     " that is on is not active"
 )
 
+_ASK_LIMIT = 300  # seconds for the child: importing mlx_lm may take a while where a disk is slow
 # Run in a child that starts as the server would: the guards are asked there, in the place where they act. The answer
 # goes to a file, since a chained sitecustomize may print what it likes.
 _PROBE = """\
@@ -82,9 +83,14 @@ def _ask() -> dict[str, Any] | str:
     environ = dict(os.environ) if _is_injected() else os.environ | {"PYTHONPATH": path.pythonpath()}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer"
-        child = subprocess.run(
-            [sys.executable, "-c", _PROBE, str(answer)], env=environ, capture_output=True, check=False, timeout=300
-        )
+        command = [sys.executable, "-c", _PROBE, str(answer)]
+        try:
+            child = subprocess.run(command, env=environ, capture_output=True, check=False, timeout=_ASK_LIMIT)
+        except subprocess.TimeoutExpired:
+            return (
+                f"the guards cannot be asked: mlx_lm.server was not imported within {_ASK_LIMIT} s\n"
+                f"FIX: see what {sys.executable} -X importtime -c 'import mlx_lm.server' waits for"
+            )
         said = child.stderr.decode(errors="replace").strip()
         if not answer.exists() or child.returncode != 0:
             last = (said.splitlines() or [f"status {child.returncode}"])[-1]
@@ -103,19 +109,22 @@ def _print_guards(found: dict[str, Any]) -> list[str]:
     """Print the state of every guard; return what to do about those that are on and not at work."""
     print("\nguards")
     faults = [f"pip install 'wrapt>=1.16,!=2.2.0': {found['wrapt']}"] if found["wrapt"] else []
-    unkept = {
-        row.guard: row.variable for row in settings.table() if row.kind == "file" and os.environ.get(row.variable)
-    }
+    unkept = _asked_for(settings.load()[0])
     for name, (kind, reason) in found["states"].items():
         print(f"  {name:24}{kind}{f' ({reason})' if reason else ''}")
-        if kind in ("incompatible", "failed"):
-            if name in unkept:
-                faults.append(f"{name} is {kind}: {reason}; the server does not start (78) while {unkept[name]} is set")
-                continue
+        if name in unkept and kind not in ("active", "off"):
+            faults.append(f"{name} is {kind}: {reason}; the server does not start (78) while {unkept[name]} is set")
+        elif kind in ("incompatible", "failed"):
             faults.append(
                 f"{name} is {kind}: {reason}; a newer shim may know this mlx-lm; {settings.variable(name)}=0 accepts it"
             )
     return faults
+
+
+def _asked_for(in_force: settings.Settings) -> dict[str, str]:
+    """By guard: the variable without which it would be off, and with which no server starts unless it is at work."""
+    named = {name: guards.needs(name) for name in guards.GUARDS}
+    return {name: settings.variable(needs) for name, needs in named.items() if needs and getattr(in_force, needs)}
 
 
 def _print_settings() -> list[str]:

@@ -15,6 +15,7 @@ Whether a guard is on is its switch, MLX_SHIM_<NAME>. Guards do not call one ano
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 GUARDS = (
@@ -77,6 +78,11 @@ class Incompatible(Exception):
 
 class Refused(Exception):
     """Raised by apply: what the guard's setting asks for cannot be given, and why."""
+
+
+def needs(name: str) -> str | None:
+    """The setting that the guard works by, where there is one."""
+    return getattr(importlib.import_module(f"{__name__}.{name}"), "NEEDS", None)
 
 
 def require(module: Any, *paths: str) -> None:

@@ -1,0 +1,49 @@
+"""What `python -m shim doctor` makes of the answers that a healthy installation does not give."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from shim.cli import doctor
+
+REASON = "mlx_lm.server has no mx"
+
+
+def found(**states):
+    return {"states": {name: [kind, REASON] for name, kind in states.items()}, "wrapt": "", "chained": None}
+
+
+ASKED = {"overwired_memory": ("MLX_SHIM_WIRED", "off"), "open_door": ("MLX_SHIM_API_KEY_FILE", "/etc/key")}
+
+
+@pytest.mark.parametrize("guard", ASKED)
+@pytest.mark.parametrize("kind", ["incompatible", "failed", "retired"])
+def test_what_a_setting_asks_for_and_no_guard_gives(guard, kind, monkeypatch, capsys):
+    """No server starts then, which MLX_SHIM_STRICT has nothing to do with."""
+    variable, value = ASKED[guard]
+    monkeypatch.setattr(doctor, "_ask", lambda: found(**{guard: kind}))
+    monkeypatch.setenv(variable, value)
+    assert doctor.main() == 1
+    assert f"FIX: {guard} is {kind}: {REASON}; the server does not start (78) while {variable} is set" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(("value", "kind"), [("off", "active"), ("off", "off"), ("stock", "retired"), ("", "off")])
+def test_what_is_given_or_not_asked_for_is_no_fault(value, kind, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_ask", lambda: found(overwired_memory=kind))
+    monkeypatch.setenv("MLX_SHIM_WIRED", value)
+    assert doctor.main() == 0, capsys.readouterr().out
+
+
+def test_a_child_that_does_not_answer(monkeypatch, capsys):
+    def hangs(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert doctor.main() == 1
+    said = capsys.readouterr().out
+    assert "NOT GUARDED: the guards cannot be asked: mlx_lm.server was not imported within 300 s" in said
+    assert "FIX: " in said
