@@ -25,16 +25,16 @@ class _Section:
         self.name = name
         self.options = options
         self._lines = text.splitlines()
-        self._first = next(i for i, x in enumerate(self._lines) if x.startswith(f"[{name}]"))
+        self._first = next((i for i, x in enumerate(self._lines) if x.lstrip().startswith(f"[{name}]")), 0)
 
     def get(self, key: str, default: str) -> str:
         return self.options.get(key, default).strip()
 
     def at(self, key: str) -> str:
         for number, line in enumerate(self._lines[self._first + 1 :], self._first + 2):
-            if line.startswith("["):
+            if line.lstrip().startswith("["):
                 break
-            if re.match(rf"{key}\s*[=:]", line, re.IGNORECASE):
+            if re.match(rf"\s*{key}\s*[=:]", line, re.IGNORECASE):
                 return f"line {number}: [{self.name}] {key}"
         return f"[{self.name}] {key}, which is missing"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import plistlib
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from harness import NEWEST, REPO, python_of
@@ -241,6 +242,8 @@ PROGRAMS = [
     (program("autorestart=true\n", "autorestart=unexpected"), "note: line 4: [program:mlx] autorestart: after a SIGTERM"),
     (program("autorestart=true\n", "exitcodes=0,70"), "DEFEATS: line 4: [program:mlx] exitcodes: 70 (a death)"),
     (program("stopwaitsecs=40\n"), "DEFEATS: [program:mlx] stopwaitsecs, which is missing: SIGKILL after 10 s"),
+    (" " + program("autorestart=true\n", "autorestart=false"), "DEFEATS: line 4: [program:mlx] autorestart: false"),
+    (indent(program("autorestart=true\n", "autorestart=false"), "\t"), "DEFEATS: line 4: [program:mlx] autorestart: false"),
     (program("", "stopsignal=KILL"), "DEFEATS: line 6: [program:mlx] stopsignal: KILL ends the server at once"),
     (program("", "startsecs=60"), "DEFEATS: [program:mlx] startretries, which is missing: after 3 starts"),
     (program("", "autostart=false"), "note: line 6: [program:mlx] autostart"),
