@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .. import budget, local_model, settings
+from .. import budget, local_model, settings, values
 from ..memory import shown
 from .invocation import DRAFT, MODEL, option
 
 SOFT, HARD = (settings.variable(name) for name in ("memory_soft", "memory_hard"))
+SOFT_OF_HARD = 0.9  # at most: between the two new requests are refused, and caches trimmed
 
 
 class Limits(NamedTuple):
@@ -35,9 +36,44 @@ def limits(argv: Sequence[str], environ: Mapping[str, str], total: int | None) -
         chosen = {SOFT: budget.as_setting(advised.soft), HARD: budget.as_setting(advised.hard)}
         why = f"from a model of {shown(size)} and this machine's {shown(total)}"
     added = {name: chosen[name] for name in wanted}
+    if len(added) == 1:
+        try:
+            why += _beside(added, environ)
+        except _LeftOut as left_out:
+            return Limits({}, str(left_out))
     told = ", ".join(f"{name}={value}" for name, value in added.items())
     off = " ".join(f"--env {name}=0" for name in added)
     return Limits(added, f"{told}: {why}; tried on no Mac. Off with {off} (docs/memory.md)")
+
+
+class _LeftOut(Exception):
+    """A limit cannot stand beside the one that is given, and why."""
+
+
+def _beside(added: dict[str, str], environ: Mapping[str, str]) -> str:
+    """Hold the one limit that is added to the one that is given: requests must be refused before any is ended.
+
+    What is to be said of that. Raises _LeftOut.
+    """
+    (name,) = added
+    other = SOFT if name == HARD else HARD
+    given, computed = _bytes(environ[other]), _bytes(added[name])
+    if not given:
+        return ""
+    if name == SOFT and computed > (most := int(given * SOFT_OF_HARD)):
+        added[SOFT] = budget.as_setting(most)
+        return f", held to {SOFT_OF_HARD:.0%} of the {other}={environ[other]} that is given"
+    if name == HARD and computed <= given:
+        raise _LeftOut(f"no {HARD}: {added[HARD]}, which it would be, is not above the {other}={environ[other]} given")
+    return ""
+
+
+def _bytes(value: str) -> int:
+    """0 for what is off, or no value: that is said elsewhere, and the default is off."""
+    try:
+        return values.parse_memory(value)
+    except ValueError:
+        return 0
 
 
 def _size(argv: Sequence[str], environ: Mapping[str, str]) -> int | None:
