@@ -10,7 +10,7 @@ import re
 import shlex
 
 from . import Refused
-from .plan import Made, Unit, host_and_port
+from .plan import OPEN_FILES, Made, Unit, host_and_port
 
 _HERE = "%(here)s"  # supervisord replaces it before anything else, escaped or not
 # Process 0 holds the socket, 1 is the server. FastCGI's socket is descriptor 0; systemd's protocol has it at 3.
@@ -96,5 +96,6 @@ def _advice(unit: Unit) -> list[str]:
             " within startsecs is tried again after 1, 2, 3 ... seconds, startretries times."
         ),
         f"stopwaitsecs={unit.stop_limit}: SIGKILL that long after SIGTERM; the drain and the farewell fit in.",
+        f"minfds in [supervisord], 1024 unless set, is how many files the server may have open; {OPEN_FILES} is plenty.",
         *([holder] if unit.socket else []),
     ]

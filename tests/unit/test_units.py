@@ -15,6 +15,7 @@ from model_folders import weightless
 from shim import memory
 from shim.cli import unit as cli
 from shim.units import launchd_keys
+from shim.units.plan import OPEN_FILES
 
 PYTHON = python_of(NEWEST)
 KINDS = sorted(cli.KINDS)
@@ -96,12 +97,114 @@ def test_the_plist(shim, model, tmp_path, more):
     assert plist["EnvironmentVariables"]["PYTHONPATH"] == str(REPO)
     assert plist["KeepAlive"] is True
     assert plist["ExitTimeOut"] == 60 + 1 + 5
+    assert plist["ThrottleInterval"] == 10
+    assert plist["SoftResourceLimits"] == plist["HardResourceLimits"] == {"NumberOfFiles": OPEN_FILES}
+    assert plist["ProcessType"] == "Interactive"
+    assert plist["RunAtLoad"] is True
+    assert plist["StandardOutPath"] == plist["StandardErrorPath"]
     assert plist.get("UserName") == ("root" if "--user" in more else None)
     if "--socket" in more:
         assert plist["Sockets"] == {"Listener": {"SockNodeName": "127.0.0.1", "SockServiceName": "8080"}}
         assert plist["EnvironmentVariables"]["MLX_SHIM_LAUNCHD_SOCKET"] == "Listener"
-    for said in ("bootstrap", "bootout", "kickstart -k", "kill SIGTERM", "last exit code"):
-        assert said in err
+
+
+SECTIONS = {
+    "systemd": """
+        StartLimitIntervalSec=0
+        Restart=always
+        RestartSec=1
+        KillSignal=SIGTERM
+        KillMode=mixed
+        TimeoutStopSec=66
+        LimitNOFILE=4096
+        WorkingDirectory=/
+    """,
+    # it knows no limits of a program: the advice names what stands for LimitNOFILE
+    "supervisord": """
+        autostart=true
+        autorestart=true
+        startsecs=1
+        startretries=1000000
+        stopsignal=TERM
+        stopwaitsecs=66
+        stopasgroup=false
+        killasgroup=true
+        redirect_stderr=true
+        directory=/
+    """,
+}
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+@pytest.mark.parametrize("socket", [(), ("--socket",)])
+def test_what_the_other_units_say(shim, model, tmp_path, kind, socket):
+    command = (PYTHON, "-m", "mlx_lm", "server", "--model", model)
+    status, out, err = shim(kind, *socket, "--env", "MLX_SHIM_DRAIN=1m", "--output", tmp_path, "--", *command)
+    assert status == 0, err
+    said = Path(out.splitlines()[0]).read_text().splitlines()
+    wanted = SECTIONS[kind].split()
+    assert [line for line in wanted if said.count(line) != 1] == []
+
+
+# For each kind and its options: what the advice says, in this order, between "save it" and the end.
+MINE = "$HOME/Library/LaunchAgents/local.mlx-lm.plist"
+ALL = "/Library/LaunchDaemons/local.mlx-lm.plist"
+AGENT, DAEMON = "gui/$(id -u)", "system"
+SOCKETED = "mlx-lm.socket mlx-lm.service"
+ROOT = ("--daemon", "--user", "root")
+AGAIN = '  {0}launchctl bootout {1}/local.mlx-lm; for n in $(seq 60); do {0}launchctl bootstrap {1} "{2}" && break; sleep 1; done'
+ADVICE = [
+    ("launchd", (), [
+        f"save it as {MINE}, then:", f'  chmod 644 "{MINE}"', f'  launchctl bootstrap {AGENT} "{MINE}"    # install',
+        f"  launchctl print {AGENT}/local.mlx-lm    # look", "  tail -f ", f"  launchctl kill SIGTERM {AGENT}/local.mlx-lm ",
+        f"  launchctl bootout {AGENT}/local.mlx-lm    # stop and remove", "`launchctl kickstart -k` kills at once (SIGKILL)",
+        "bootout returns before the job is gone",
+        AGAIN.format("", AGENT, MINE),
+    ]),
+    ("launchd", (*ROOT, "--socket"), [
+        f"save it as {ALL}, then:", f'  sudo chmod 644 "{ALL}" && sudo chown root:wheel "{ALL}"',
+        f'  sudo launchctl bootstrap {DAEMON} "{ALL}"    # install', f"  sudo launchctl print {DAEMON}/local.mlx-lm    # look",
+        "  tail -f ", f"  sudo launchctl kill SIGTERM {DAEMON}/local.mlx-lm ",
+        f"  sudo launchctl bootout {DAEMON}/local.mlx-lm    # stop and remove", "`launchctl kickstart -k` kills at once",
+        "bootout returns before the job is gone",
+        AGAIN.format("sudo ", DAEMON, ALL),
+        "Sockets: ",
+    ]),
+    ("systemd", (), [
+        "save it in ~/.config/systemd/user, then:", "  systemctl --user daemon-reload",
+        "  systemctl --user enable --now mlx-lm.service    # install", "  systemctl --user status mlx-lm    # look",
+        "  journalctl --user -f -u mlx-lm", "  systemctl --user restart mlx-lm    # restart",
+        "  systemctl --user disable --now mlx-lm.service    # stop and remove", "a unit of your own ends when you log out",
+    ]),
+    ("systemd", (*ROOT, "--socket"), [
+        "save it in /etc/systemd/system, then:", "  sudo systemctl daemon-reload",
+        f"  sudo systemctl enable --now {SOCKETED}    # install", "  systemctl status mlx-lm    # look",
+        "  journalctl -f -u mlx-lm", "  sudo systemctl restart mlx-lm    # restart",
+        f"  sudo systemctl disable --now {SOCKETED}    # stop and remove",
+    ]),
+    ("supervisord", (), [
+        "save it as mlx-lm.conf in a folder", "  supervisorctl reread && supervisorctl update    # install",
+        "  supervisorctl status mlx-lm    # look", "  supervisorctl tail -f mlx-lm",
+        "  supervisorctl restart mlx-lm    # restart", "  supervisorctl stop mlx-lm    # stop; remove the file and `update`",
+        "minfds in [supervisord], 1024 unless set,",
+    ]),
+    ("supervisord", ("--socket",), [
+        "save it as mlx-lm.conf in a folder", "  supervisorctl reread && supervisorctl update    # install",
+        "  supervisorctl status mlx-lm:mlx-lm_1    # look", "  supervisorctl tail -f mlx-lm:mlx-lm_1",
+        "  supervisorctl restart mlx-lm:mlx-lm_1    # restart", "  supervisorctl stop mlx-lm:*    # stop; remove the file",
+        "mlx-lm_0 only holds the socket",
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options", "wanted"), ADVICE)
+def test_the_commands_to_install_look_restart_and_remove(shim, model, kind, options, wanted):
+    command = (PYTHON, "-m", "mlx_lm", "server", "--model", model)
+    status, _, err = shim(kind, *options, "--output", Path(model).parent, "--", *command)
+    assert status == 0, err
+    lines = iter(line.removeprefix("mlx-lm-shim: ") for line in err.splitlines())
+    for beginning in wanted:  # each after the one before
+        assert any(line.startswith(beginning) for line in lines), (beginning, err)
 
 
 def test_plistutil_reads_it(shim, model, tmp_path):
@@ -150,12 +253,21 @@ def test_what_is_made_passes_its_own_check(shim, model, tmp_path, kind, socket):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_but_the_unit_on_stdout_whatever_the_way_in(model, kind, tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"MLX_SHIM_STRICT": "1"}
-    command = [PYTHON, "-m", "shim", kind, "--", PYTHON, "-m", "mlx_lm", "server", "--model", model]
-    child = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=True)
-    assert child.stdout.startswith({"launchd": "<?xml", "systemd": "[Unit]", "supervisord": "[program:"}[kind])
-    assert "MLX_SHIM_STRICT" in child.stdout
+def test_nothing_but_the_unit_on_stdout_and_the_same_every_time(model, kind, tmp_path):
+    """In processes of their own, which order their sets and dictionaries of strings by another hash."""
+    shell = [("MLX_SHIM_STRICT", "1"), ("MLX_SHIM_DRAIN", "1m"), ("MLX_SHIM_MAX_INFLIGHT", "8")]
+    command = [PYTHON, "-m", "shim", kind, "--env", "B=2", "--env", "A=1", "--", PYTHON, "-m", "mlx_lm", "server"]
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    said = []
+    for seed, given in (("1", shell), ("2", reversed(shell))):
+        child = subprocess.run(
+            [*command, "--model", model], cwd=REPO, env=kept | dict(given) | {"PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        said.append((child.stdout, child.stderr))
+    assert said[0] == said[1]
+    assert said[0][0].startswith({"launchd": "<?xml", "systemd": "[Unit]", "supervisord": "[program:"}[kind])
+    assert all(name in said[0][0] for name, _ in shell)
 
 
 def test_refusals_say_what_was_given_and_what_is_accepted(shim, model, tmp_path, monkeypatch):
@@ -250,8 +362,22 @@ def test_warnings(shim, model):
     assert "WARNING: MLX_SHIM is off" in shim("supervisord", "--env", "MLX_SHIM=0", "--", *server)[2]
 
 
-def test_limits_on_memory_in_the_plist(shim, tmp_path, monkeypatch):
+@pytest.fixture
+def limits(shim, monkeypatch):
+    """What a plist of a machine of 64 GiB says: (soft, hard, stderr)."""
     monkeypatch.setattr(memory, "total", lambda: 64 * GIB)
+
+    def made(*command, env=()):
+        options = [word for pair in env for word in ("--env", pair)]
+        status, out, err = shim("launchd", *options, "--", PYTHON, "-m", "mlx_lm", "server", *command)
+        assert status == 0, err
+        held = plistlib.loads(out.encode())["EnvironmentVariables"]
+        return held.get(SOFT), held.get(HARD), err
+
+    return made
+
+
+def test_limits_on_memory_in_the_plist(shim, limits, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))  # this shell's, which the unit does not have
     folder = weightless(tmp_path / "model", 20 * GIB)
     repo = weightless(tmp_path / "hub" / "models--some--draft" / "snapshots" / "abc", 4 * GIB)
@@ -260,16 +386,6 @@ def test_limits_on_memory_in_the_plist(shim, tmp_path, monkeypatch):
     (repo.parents[1] / "refs" / "main").write_text("abc")
     cut = weightless(tmp_path / "cut", GIB)
     (cut / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-
-    def limits(*command, env=(), kind="launchd"):
-        options = [word for pair in env for word in ("--env", pair)]
-        status, out, err = shim(kind, *options, "--", PYTHON, "-m", "mlx_lm", "server", *command)
-        assert status == 0, err
-        if kind != "launchd":
-            assert "MEMORY" not in out + err
-            return None
-        held = plistlib.loads(out.encode())["EnvironmentVariables"]
-        return held.get(SOFT), held.get(HARD), err
 
     soft, hard, err = limits("--model", folder)
     assert (soft, hard) == ("47513M", "54272M")
@@ -295,7 +411,25 @@ def test_limits_on_memory_in_the_plist(shim, tmp_path, monkeypatch):
     monkeypatch.delenv(SOFT)
     monkeypatch.delenv(HARD)
     for kind in ("systemd", "supervisord"):
-        limits("--model", folder, kind=kind)
+        status, out, err = shim(kind, "--", PYTHON, "-m", "mlx_lm", "server", "--model", folder)
+        assert (status, "MEMORY" in out + err) == (0, False)
+
+
+def test_a_limit_that_is_given_and_the_other_in_the_plist(limits, tmp_path):
+    """Soft stays below hard, whichever of them is computed."""
+    folder = weightless(tmp_path / "model", 20 * GIB)
+    soft, hard, err = limits("--model", folder, env=[f"{HARD}=50000M"])
+    assert (soft, hard) == ("45000M", "50000M")
+    assert f"this machine's 64.00 GiB, held to 90% of the {HARD}=50000M that is given" in err
+    assert limits(env=[f"{HARD}=50%"])[:2] == ("29491M", "50%"), "nor does a share exceed it"
+    assert limits("--model", folder, env=[f"{HARD}=56G"])[:2] == ("47513M", "56G"), "it leaves room enough"
+    soft, hard, err = limits("--model", folder, env=[f"{SOFT}=54272M"])
+    assert (soft, hard) == ("54272M", None)
+    assert f"no {HARD}: 54272M, which it would be, is not above the {SOFT}=54272M given" in err
+    assert limits("--model", folder, env=[f"{SOFT}=53G"])[:2] == ("53G", None)
+    assert limits("--model", folder, env=[f"{SOFT}=52G"])[:2] == ("52G", "54272M")
+    soft, hard, err = limits("--model", folder, env=[f"{HARD}=lots"])
+    assert (soft, hard, f"{HARD}='lots' is not valid" in err) == ("47513M", "lots", True)
 
 
 def test_a_model_in_the_cache_is_no_warning(shim, tmp_path):
