@@ -259,3 +259,49 @@ def test_a_folder_that_cannot_be_written_is_in_nobodys_way(tiny, tmp_path, kind)
         server.ready().send_and_leave(KILLER)
         assert server.wait_exit(30) == 70
         assert sum("deaths cannot be noted" in x for x in server.shim_lines()) == 1
+
+
+# There is more memory to wait for than the machine has, so that it never suffices, however much is free.
+FORGETFUL = """
+import sys
+from mlx_lm import server
+next(m for n, m in sys.modules.items() if n.endswith("guards.crash_loop")).SHARE = 2.0
+server.main()
+"""
+
+
+def test_a_kill_with_a_large_model_loaded_and_a_long_good_run(tiny, tmp_path):
+    """The next start waits for its death, then for its memory; once it has been up for long enough nothing is remembered."""
+    program = tmp_path / "program.py"
+    program.write_text(FORGETFUL)
+    place = Place(tmp_path, NEWEST, tiny, "1/10m,1s")
+    begun = time.monotonic()
+    with place.start() as server:
+        server.ready()
+        window = 3 + 2 * (time.monotonic() - begun)  # a start comes well within it, and so does its look at the death
+        os.kill(server.pid, signal.SIGKILL)
+        server.wait_exit()
+    (file,) = place.folder.glob("*.json")
+    file.write_text(json.dumps(place.state() | {"model": 1e13}))
+
+    with place.start(entry=(str(program),), MLX_SHIM_BREAKER=f"1/{window:.0f}s,2s") as server:
+        assert held(server)["reason"].startswith("1 deaths, 1 of them within ")
+        freed = "the last run was killed, and of the "
+        assert wait_until(lambda: health(server)[1].get("reason", "").startswith(freed), 30), server.text()
+        body = held(server)
+        assert body["reason"].startswith(freed)
+        assert 0 < body["seconds_left"] <= 60
+        server.ready()
+        up = time.monotonic()
+        assert health(server)[0] == 200
+        (said,) = [x for x in server.shim_lines() if " are free, no more: the wait is over" in x]
+        assert place.statuses() == [None], "a good run is a long one"
+        assert wait_until(lambda: place.statuses() == [], 60), server.text()
+        assert time.monotonic() - up > window / 2
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit(30) == 0
+
+    with place.start() as server:
+        server.ready()
+        assert "before the model is loaded" not in server.text()
+        assert place.statuses() == []
