@@ -294,7 +294,7 @@ def test_a_kill_with_a_large_model_loaded_and_a_long_good_run(tiny, tmp_path):
         server.ready()
         up = time.monotonic()
         assert health(server)[0] == 200
-        (said,) = [x for x in server.shim_lines() if " are free, no more: the wait is over" in x]
+        assert sum(" are free, no more: the wait is over" in x for x in server.shim_lines()) == 1
         assert place.statuses() == [None], "a good run is a long one"
         assert wait_until(lambda: place.statuses() == [], 60), server.text()
         assert time.monotonic() - up > window / 2

@@ -5,20 +5,32 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
+import time
 
 import headline
 from conftest import FaultyModel
-from harness import LINES, Inconclusive, clean_environ, free_port, need, wait_until
+from harness import LINES, Inconclusive, Server, Stream, clean_environ, free_port, need, wait_until
 
 # What a machine that is busy with other tests takes now and then is no reason to call a server dead, or to start it anew.
 SHORT = ("timeout connect 2s", "timeout check 2s")
 STALLS = {"MLX_SHIM_DECODE_STALL": "3s", "MLX_SHIM_PREFILL_STALL": "10s"}
 RETRIES = ("option redispatch", "retries ", "retry-on ")
+SOON = 10.0  # seconds; `timeout queue` is a minute
+
+
+class Front(Server):
+    """Who answers on a port is somebody else's."""
+
+    def __init__(self, port):
+        self.port, self.sockets = port, []
 
 
 @contextlib.contextmanager
 def haproxy(folder, servers, *, retries: bool):
-    """The recipe of docs/supervision.md with other addresses, and patient; yields its port, once it listens there."""
+    """The recipe of docs/supervision.md with other addresses, and patient; yields its port, once it listens there.
+
+    Without `retries` it is the control, in which it does not tell servers that a client has left either.
+    """
     port = free_port()
     config = headline.recipe("backend servers").replace("127.0.0.1:8000", f"127.0.0.1:{port}")
     for address, server in zip(("192.0.2.1:8080", "192.0.2.2:8080"), servers, strict=True):
@@ -27,6 +39,8 @@ def haproxy(folder, servers, *, retries: bool):
     for timeout in SHORT:
         assert timeout in config
         config = config.replace(timeout, timeout.replace("2s", "20s"))
+    if not retries:
+        config = config.replace("option abortonclose", "no option abortonclose")
     kept = [x for x in config.splitlines() if retries or not x.strip().startswith(RETRIES)]
     path = folder / f"haproxy{retries}"
     path.write_text("\n".join([*kept, ""]))
@@ -59,9 +73,12 @@ def test_no_client_sees_that_an_engine_died(tmp_path):
             servers.append(stack.enter_context(server))
         for server in servers:
             server.ready()
-        crowd = headline.Crowd(stack.enter_context(haproxy(tmp_path, servers, retries=True)), retries=0)
-        control = headline.Crowd(stack.enter_context(haproxy(tmp_path, servers, retries=False)), clients=4, retries=0)
-        for n, kind in enumerate([headline.KILLS, headline.RAISES, headline.KILLS, headline.STALLS]):
+        front, bare = (Front(stack.enter_context(haproxy(tmp_path, servers, retries=r))) for r in (True, False))
+        who_leaves_is_not_served_any_more(front, bare, servers)
+        streams_that_have_not_begun(front, servers[0])
+        crowd = headline.Crowd(front.port, retries=0)
+        control = headline.Crowd(bare.port, clients=4, retries=0)
+        for n, kind in enumerate([headline.KILLS, headline.KILLS, headline.STALLS]):
             crowd.settle()
             server, before = servers[n % 2], servers[n % 2].deaths
             server.die(kind)  # not through HAProxy, which would have the other one die of it as well
@@ -74,6 +91,47 @@ def test_no_client_sees_that_an_engine_died(tmp_path):
         ]
         if not control.errors:
             raise Inconclusive("no client saw an error without retries either")
+        without_a_server(front, servers)
+
+
+def who_leaves_is_not_served_any_more(front, bare, servers):
+    """`abortonclose`; without it the server goes on for nobody."""
+    told = lambda what: sum(server.get("/health")[1]["counters"][what] for server in servers)  # noqa: E731
+
+    def leaves(asked, seconds):
+        requests, abandoned = told("requests"), told("abandoned")
+        connection = asked.send_and_leave({"prompt": "x", "max_tokens": 500})  # some five seconds
+        assert wait_until(lambda: told("requests") > requests, 30)
+        connection.close()
+        return wait_until(lambda: told("abandoned") > abandoned, seconds)
+
+    assert leaves(front, 30), "its generation stops"
+    if leaves(bare, 1.5):
+        raise Inconclusive("a server learns that a client has left without it too")
+
+
+def streams_that_have_not_begun(front, server):
+    """One of two goes to the server, and dies of its prompt there: the other server answers it."""
+    before = server.deaths
+    server.die(headline.RAISES)
+    streams = [Stream(front, {"prompt": f"stream {n}", "max_tokens": 50}) for n in range(2)]
+    assert [(s.join().status, s.done) for s in streams] == [(200, True)] * 2
+    if server.deaths == before:
+        raise Inconclusive("no stream came to the server that dies")
+    server.ready()
+
+
+def without_a_server(front, servers):
+    """HAProxy says so at once, once it knows: nobody waits for `timeout queue`."""
+    for server in servers:
+        server.process.terminate()
+    for server in servers:
+        server.wait_exit(60)
+    request = {"prompt": "x", "max_tokens": 1}
+    assert wait_until(lambda: "No server is available" in front.post(request)[1], 60)
+    asked = time.monotonic()
+    assert front.post(request)[0] == 503
+    assert time.monotonic() - asked < SOON
 
 
 def at_work(server):
