@@ -147,9 +147,13 @@ class Crowd:
         served = lambda: all(client.answers and client.answers[-1] > now for client in self.clients)  # noqa: E731
         assert wait_until(served, PATIENCE), [client.errors for client in self.clients]
 
+    def stop(self) -> None:
+        """Have them ask no more, without waiting for what they have asked."""
+        self._stop.set()
+
     def leave(self) -> int:
         """Have them ask no more; returns how many have not been answered and still wait."""
-        self._stop.set()
+        self.stop()
         for client in self.clients:
             client.thread.join(PATIENCE)
         self._prober.join(PATIENCE)

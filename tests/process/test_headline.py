@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+
 import headline
-import pytest
-from harness import Inconclusive
+from conftest import FaultyModel
+from harness import NEWEST, Inconclusive, wait_until
 from headline import KILLS, RAISES, STALLS
 
-
-@pytest.fixture
-def model(faulty):
-    return faulty(kind=RAISES, once=True, delay=0.005)
+# tests/bench/headline.py has it die twenty times.
+ROUNDS = {NEWEST: 3}
 
 
-def test_every_request_is_answered_in_the_end(line, model, tmp_path):
-    with headline.Supervised(line, model, tmp_path / "supervised", hand_over=True) as server:
+def model_in(folder):
+    return FaultyModel(folder, kind=RAISES, once=True, delay=0.005)
+
+
+def test_every_request_is_answered_in_the_end(line, tmp_path):
+    kinds = [KILLS, RAISES, STALLS] * ROUNDS.get(line, 1)
+    with headline.Supervised(line, model_in(tmp_path / "faulty"), tmp_path / "supervised", hand_over=True) as server:
         server.ready()
         crowd = headline.Crowd(server.port)
-        times = headline.endure(server, crowd, [KILLS, RAISES, STALLS])
+        times = headline.endure(server, crowd, kinds)
         assert crowd.leave() == 0, "none hangs"
         print(f"\n{line}: {crowd.answers} answers, {crowd.probes} probes\n{headline.table(times)}")
         assert crowd.errors == [], "none is lost"
         assert crowd.refused == 0
-        assert server.text().count("exit 70") == server.deaths >= 3
+        assert server.text().count("exit 70") == server.deaths >= len(kinds)
 
 
-def test_control_without_the_socket_some_are_refused(model, tmp_path):
-    with headline.Supervised(headline.NEWEST, model, tmp_path / "supervised", hand_over=False) as server:
-        server.ready()
-        crowd = headline.Crowd(server.port, clients=1)
-        headline.endure(server, crowd, [RAISES])
-        crowd.leave()
+def test_controls_without_the_socket_and_stock_side_by_side(tmp_path):
+    """Without it some are refused meanwhile, and answered as they try again; stock answers nobody any more."""
+    ways = {"without": {}, "stock": {"MLX_SHIM": "0"}}
+    with contextlib.ExitStack() as stack:
+        without, stock = (
+            stack.enter_context(
+                headline.Supervised(
+                    NEWEST, model_in(tmp_path / f"model-{way}"), tmp_path / way, hand_over=False, environ=environ
+                )
+            )
+            for way, environ in ways.items()
+        )
+        crowd, forsaken = (headline.Crowd(server.ready().port, clients=2) for server in (without, stock))
+        stack.callback(forsaken.stop)
+        forsaken.settle()
+        stock.die(RAISES)
+        assert wait_until(lambda: not stock.model.trigger.exists(), 60)
+        died = time.monotonic() + 1  # what it had answered before may just have arrived
+        headline.endure(without, crowd, [RAISES])
+        assert crowd.leave() == 0
+        assert crowd.errors == []
+        watched = time.monotonic() - died
+        print(f"\n{crowd.refused} of {crowd.probes} probes refused; stock watched for {watched:.0f} s")
         if not crowd.refused:
             raise Inconclusive(f"none of {crowd.probes} probes was refused")
+        if watched < 2 or forsaken.answered_since(died) or "Traceback" not in stock.text():
+            raise Inconclusive("stock went on")
