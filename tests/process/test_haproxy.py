@@ -135,9 +135,10 @@ def without_a_server(front, servers):
 
 
 def at_work(server):
-    """Whether it lives again, and HAProxy sends it requests."""
+    """Whether it lives again, and HAProxy sends it requests. One that has just died may answer still, for a moment."""
     try:
-        return server.get("/health")[1]["counters"]["finished"] > 8
+        health = server.get("/health")[1]
+        return health["status"] == "ok" and health["counters"]["finished"] > 8
     except OSError:
         return False
 
