@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .. import memory
 from ..units import Refused, check, environ, launchd, server, supervisord, systemd
-from ..units.limits import Limits, limits
+from ..units.memory_limits import Limits, limits
 from ..units.plan import Made, Unit, check_path
 from . import path
 

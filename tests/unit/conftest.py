@@ -1,13 +1,15 @@
-"""An engine of its own for each test, and requests in it; names and public addresses for what fetches images."""
+"""An engine of its own for each test, and requests in it; names and addresses for what fetches images; `python -m shim`."""
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
 
 from shim import engine as engine_module
 from shim import image_fetch, ledger, report
+from shim.cli import unit
 from shim.engine import Engine
 from shim.guards import stall
 
@@ -111,3 +113,28 @@ def lines(monkeypatch):
     monkeypatch.setattr(report, "line", said.append)
     monkeypatch.setattr(report, "_said", set())
     return said
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "a model"
+    folder.mkdir()
+    return str(folder)
+
+
+@pytest.fixture
+def shim(capsys, monkeypatch):
+    """Run `python -m shim UNIT ARGUMENTS` in this process, without settings of this shell: (status, stdout, stderr)."""
+    for name in list(os.environ):
+        if name.startswith(("MLX_SHIM", "HF_")):
+            monkeypatch.delenv(name)
+
+    def run(kind, *arguments):
+        try:
+            status = unit.main(kind, [str(word) for word in arguments])
+        except SystemExit as end:
+            status = end.code
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run

@@ -10,46 +10,13 @@ from pathlib import Path
 
 import pytest
 from harness import NEWEST, REPO, need, python_of, taken_port
-from model_folders import weightless
 
-from shim import memory
 from shim.cli import unit as cli
 from shim.units import launchd_keys
 from shim.units.plan import OPEN_FILES
 
 PYTHON = python_of(NEWEST)
 KINDS = sorted(cli.KINDS)
-GIB = 1 << 30
-SOFT, HARD = "MLX_SHIM_MEMORY_SOFT", "MLX_SHIM_MEMORY_HARD"
-
-
-@pytest.fixture(autouse=True)
-def _no_shim_in_the_environment(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(("MLX_SHIM", "HF_")):
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "a model"
-    folder.mkdir()
-    return str(folder)
-
-
-@pytest.fixture
-def shim(capsys):
-    """Run `python -m shim ARGUMENTS` in this process: (status, stdout, stderr)."""
-
-    def run(kind, *arguments):
-        try:
-            status = cli.main(kind, [str(word) for word in arguments])
-        except SystemExit as end:
-            status = end.code
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return run
 
 
 def documented() -> dict[str, str]:
@@ -144,67 +111,6 @@ def test_what_the_other_units_say(shim, model, tmp_path, kind, socket):
     said = Path(out.splitlines()[0]).read_text().splitlines()
     wanted = SECTIONS[kind].split()
     assert [line for line in wanted if said.count(line) != 1] == []
-
-
-# For each kind and its options: what the advice says, in this order, between "save it" and the end.
-MINE = "$HOME/Library/LaunchAgents/local.mlx-lm.plist"
-ALL = "/Library/LaunchDaemons/local.mlx-lm.plist"
-AGENT, DAEMON = "gui/$(id -u)", "system"
-SOCKETED = "mlx-lm.socket mlx-lm.service"
-ROOT = ("--daemon", "--user", "root")
-AGAIN = '  {0}launchctl bootout {1}/local.mlx-lm; for n in $(seq 60); do {0}launchctl bootstrap {1} "{2}" && break; sleep 1; done'
-ADVICE = [
-    ("launchd", (), [
-        f"save it as {MINE}, then:", f'  chmod 644 "{MINE}"', f'  launchctl bootstrap {AGENT} "{MINE}"    # install',
-        f"  launchctl print {AGENT}/local.mlx-lm    # look", "  tail -f ", f"  launchctl kill SIGTERM {AGENT}/local.mlx-lm ",
-        f"  launchctl bootout {AGENT}/local.mlx-lm    # stop and remove", "`launchctl kickstart -k` kills at once (SIGKILL)",
-        "bootout returns before the job is gone",
-        AGAIN.format("", AGENT, MINE),
-    ]),
-    ("launchd", (*ROOT, "--socket"), [
-        f"save it as {ALL}, then:", f'  sudo chmod 644 "{ALL}" && sudo chown root:wheel "{ALL}"',
-        f'  sudo launchctl bootstrap {DAEMON} "{ALL}"    # install', f"  sudo launchctl print {DAEMON}/local.mlx-lm    # look",
-        "  tail -f ", f"  sudo launchctl kill SIGTERM {DAEMON}/local.mlx-lm ",
-        f"  sudo launchctl bootout {DAEMON}/local.mlx-lm    # stop and remove", "`launchctl kickstart -k` kills at once",
-        "bootout returns before the job is gone",
-        AGAIN.format("sudo ", DAEMON, ALL),
-        "Sockets: ",
-    ]),
-    ("systemd", (), [
-        "save it in ~/.config/systemd/user, then:", "  systemctl --user daemon-reload",
-        "  systemctl --user enable --now mlx-lm.service    # install", "  systemctl --user status mlx-lm    # look",
-        "  journalctl --user -f -u mlx-lm", "  systemctl --user restart mlx-lm    # restart",
-        "  systemctl --user disable --now mlx-lm.service    # stop and remove", "a unit of your own ends when you log out",
-    ]),
-    ("systemd", (*ROOT, "--socket"), [
-        "save it in /etc/systemd/system, then:", "  sudo systemctl daemon-reload",
-        f"  sudo systemctl enable --now {SOCKETED}    # install", "  systemctl status mlx-lm    # look",
-        "  journalctl -f -u mlx-lm", "  sudo systemctl restart mlx-lm    # restart",
-        f"  sudo systemctl disable --now {SOCKETED}    # stop and remove",
-    ]),
-    ("supervisord", (), [
-        "save it as mlx-lm.conf in a folder", "  supervisorctl reread && supervisorctl update    # install",
-        "  supervisorctl status mlx-lm    # look", "  supervisorctl tail -f mlx-lm",
-        "  supervisorctl restart mlx-lm    # restart", "  supervisorctl stop mlx-lm    # stop; remove the file and `update`",
-        "minfds in [supervisord], 1024 unless set,",
-    ]),
-    ("supervisord", ("--socket",), [
-        "save it as mlx-lm.conf in a folder", "  supervisorctl reread && supervisorctl update    # install",
-        "  supervisorctl status mlx-lm:mlx-lm_1    # look", "  supervisorctl tail -f mlx-lm:mlx-lm_1",
-        "  supervisorctl restart mlx-lm:mlx-lm_1    # restart", "  supervisorctl stop mlx-lm:*    # stop; remove the file",
-        "mlx-lm_0 only holds the socket",
-    ]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "options", "wanted"), ADVICE)
-def test_the_commands_to_install_look_restart_and_remove(shim, model, kind, options, wanted):
-    command = (PYTHON, "-m", "mlx_lm", "server", "--model", model)
-    status, _, err = shim(kind, *options, "--output", Path(model).parent, "--", *command)
-    assert status == 0, err
-    lines = iter(line.removeprefix("mlx-lm-shim: ") for line in err.splitlines())
-    for beginning in wanted:  # each after the one before
-        assert any(line.startswith(beginning) for line in lines), (beginning, err)
 
 
 def test_plistutil_reads_it(shim, model, tmp_path):
@@ -360,76 +266,6 @@ def test_warnings(shim, model):
     assert "WARNING: --model some/model is not in the cache of the hub" in err
     assert "WARNING: no --model" in shim("supervisord", "--", *server)[2]
     assert "WARNING: MLX_SHIM is off" in shim("supervisord", "--env", "MLX_SHIM=0", "--", *server)[2]
-
-
-@pytest.fixture
-def limits(shim, monkeypatch):
-    """What a plist of a machine of 64 GiB says: (soft, hard, stderr)."""
-    monkeypatch.setattr(memory, "total", lambda: 64 * GIB)
-
-    def made(*command, env=()):
-        options = [word for pair in env for word in ("--env", pair)]
-        status, out, err = shim("launchd", *options, "--", PYTHON, "-m", "mlx_lm", "server", *command)
-        assert status == 0, err
-        held = plistlib.loads(out.encode())["EnvironmentVariables"]
-        return held.get(SOFT), held.get(HARD), err
-
-    return made
-
-
-def test_limits_on_memory_in_the_plist(shim, limits, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))  # this shell's, which the unit does not have
-    folder = weightless(tmp_path / "model", 20 * GIB)
-    repo = weightless(tmp_path / "hub" / "models--some--draft" / "snapshots" / "abc", 4 * GIB)
-    large = weightless(tmp_path / "large", 60 * GIB)
-    (repo.parents[1] / "refs").mkdir()
-    (repo.parents[1] / "refs" / "main").write_text("abc")
-    cut = weightless(tmp_path / "cut", GIB)
-    (cut / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-
-    soft, hard, err = limits("--model", folder)
-    assert (soft, hard) == ("47513M", "54272M")
-    assert f"{SOFT}=47513M, {HARD}=54272M: from a model of 20.00 GiB and this machine's 64.00 GiB" in err
-    assert f"Off with --env {SOFT}=0 --env {HARD}=0" in err
-    draft = ("--model", folder, "--draft-model", "some/draft")
-    assert limits(*draft, env=[f"HF_HOME={tmp_path}"])[:2] == ("49152M", "55296M"), "both"
-    assert limits(*draft)[:2] == ("70%", "80%"), "one of them is not here"
-    for command in ((), ("--model", "some/other"), ("--model", cut)):
-        soft, hard, err = limits(*command)
-        assert (soft, hard) == ("70%", "80%"), command
-        assert "shares of the machine's memory" in err
-    soft, hard, err = limits("--model", large)
-    assert (soft, hard) == (None, None)
-    assert f"no {SOFT} and no {HARD}: the model has 60.00 GiB, which leaves too little" in err
-    soft, hard, err = limits("--model", folder, env=[f"{SOFT}=0"])
-    assert (soft, hard) == ("0", "54272M")
-    assert f"Off with --env {HARD}=0 " in err
-    monkeypatch.setenv(SOFT, "0")
-    monkeypatch.setenv(HARD, "0")
-    soft, hard, err = limits("--model", folder)
-    assert (soft, hard, "MEMORY" in err) == ("0", "0", False)
-    monkeypatch.delenv(SOFT)
-    monkeypatch.delenv(HARD)
-    for kind in ("systemd", "supervisord"):
-        status, out, err = shim(kind, "--", PYTHON, "-m", "mlx_lm", "server", "--model", folder)
-        assert (status, "MEMORY" in out + err) == (0, False)
-
-
-def test_a_limit_that_is_given_and_the_other_in_the_plist(limits, tmp_path):
-    """Soft stays below hard, whichever of them is computed."""
-    folder = weightless(tmp_path / "model", 20 * GIB)
-    soft, hard, err = limits("--model", folder, env=[f"{HARD}=50000M"])
-    assert (soft, hard) == ("45000M", "50000M")
-    assert f"this machine's 64.00 GiB, held to 90% of the {HARD}=50000M that is given" in err
-    assert limits(env=[f"{HARD}=50%"])[:2] == ("29491M", "50%"), "nor does a share exceed it"
-    assert limits("--model", folder, env=[f"{HARD}=56G"])[:2] == ("47513M", "56G"), "it leaves room enough"
-    soft, hard, err = limits("--model", folder, env=[f"{SOFT}=54272M"])
-    assert (soft, hard) == ("54272M", None)
-    assert f"no {HARD}: 54272M, which it would be, is not above the {SOFT}=54272M given" in err
-    assert limits("--model", folder, env=[f"{SOFT}=53G"])[:2] == ("53G", None)
-    assert limits("--model", folder, env=[f"{SOFT}=52G"])[:2] == ("52G", "54272M")
-    soft, hard, err = limits("--model", folder, env=[f"{HARD}=lots"])
-    assert (soft, hard, f"{HARD}='lots' is not valid" in err) == ("47513M", "lots", True)
 
 
 def test_a_model_in_the_cache_is_no_warning(shim, tmp_path):
