@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 
 import big_model
-import psutil
 import pytest
 from harness import Inconclusive, Server, Stream, wait_until
+from scales import MIB, Scales, text_of, warm
 
-MIB = 2**20
 ROOM = 40 * MIB  # 1,280 tokens of 32 KiB
 TOO_LONG = {"prompt": "z" * 2000, "max_tokens": 1, "temperature": 0}
 FITS = {"prompt": "y" * 500, "max_tokens": 4, "temperature": 0}
@@ -20,31 +20,54 @@ def big(tmp_path_factory):
     return big_model.big_kv_model(tmp_path_factory.mktemp("models") / "big")
 
 
-def resident(server):
-    return psutil.Process(server.pid).memory_info().rss
+def begun(server):
+    """The prompts of 2000 tokens and more of which the log tells the progress, each by its last."""
+    return re.findall(r"progress: (2\d{3})/\1$", server.text(), re.MULTILINE)
+
+
+def refusals(server):
+    """What is told to whom sends the prompt that is too long: to a batch, served alone, and in a chat."""
+    chat = {"messages": [{"role": "user", "content": "u" * 2000}], "max_tokens": 1}  # each has a prompt of its own
+    return {
+        "batch": server.post(TOO_LONG),
+        "alone": server.post(TOO_LONG | {"prompt": "v" * 2000, "seed": 1}),
+        "chat": server.post(chat, "/v1/chat/completions"),
+    }
 
 
 def test_400_with_what_would_fit_and_503_beside_others(line, big, tmp_path):
     with Server(line, big, tmp_path / "stock", environ={"MLX_SHIM": "0"}) as server:
-        assert server.ready().post({"prompt": "warm", "max_tokens": 2})[0] == 200
-        base = resident(server)
-        alone = server.post(FITS)[1]["choices"][0]["text"]
-        status = server.post(TOO_LONG)[0]
-        if status != 200 or resident(server) < base + ROOM:
-            raise Inconclusive(f"stock answered {status} and holds {resident(server) - base} more")
+        base = warm(server)
+        alone = text_of(server.post(FITS))
+        with Scales(server) as stock:
+            answers = refusals(server)
+        if {status for status, _ in answers.values()} != {200} or stock.most < base + ROOM:
+            raise Inconclusive(f"stock answered {answers} and held {stock.most - base} more")
+        assert len(begun(server)) == 3, "each is begun"
     # Soft and what it does is another guard's.
     environ = {"MLX_SHIM_MEMORY_HARD": str(base + ROOM), "MLX_SHIM_EXHAUSTED_MEMORY": "0"}
     with Server(line, big, tmp_path / "log", environ=environ) as server:
-        assert server.ready().post(FITS)[1]["choices"][0]["text"] == alone, "nothing is known before the first"
-        status, told = server.post(TOO_LONG)
-        assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
-        message = told["error"]["message"]
-        assert "has 2000 tokens" in message
-        fit = int(re.search(r"accepted: (\d+)", message)[1])
-        assert 500 < fit < 2000, message
-        status, told = server.post({"prompt": [1] * (fit + 300), "max_tokens": 1})
-        assert status == 400, told
-        assert server.post(FITS)[1]["choices"][0]["text"] == alone
+        assert text_of(server.ready().post(FITS)) == alone, "nothing is known before the first"
+        time.sleep(0.5)  # what was answered just now is still being put into the prompt cache
+        with Scales(server) as ours:
+            answers = refusals(server)
+            time.sleep(0.5)
+        fits = set()
+        for name, (status, told) in answers.items():
+            message = told["error"]["message"]
+            assert (status, told["error"]["code"]) == (400, "context_length_exceeded"), name
+            tokens, fit = map(int, re.search(r"has (\d+) tokens, .*accepted: (\d+)", message).groups())
+            assert 2000 <= tokens < 2000 + 20 * (name == "chat") + 1, message
+            fits.add(fit)
+        (fit,) = fits
+        assert 500 < fit < 2000
+        assert begun(server) == [], "none of them is begun"
+        assert ours.most < ours.before + 24 * MIB, (
+            "nor is anything taken for them, of the 62 MiB and more that it would be"
+        )
+        status, told = server.post({"prompt": "t" * (fit + 1), "max_tokens": 1})
+        assert (status, told["error"]["code"]) == (400, "context_length_exceeded"), "what is accepted is the limit"
+        assert text_of(server.post(FITS)) == alone
         busy = Stream(server, {"prompt": "x" * 700, "max_tokens": 400, "temperature": 0})
         assert wait_until(lambda: re.search(r"progress: 699/(699|700)", server.text()), 60, 0.005), "it decodes"
         status, told = server.post({"prompt": "w" * (fit - 100), "max_tokens": 1})
