@@ -1,11 +1,9 @@
-"""The figures of memory: against psutil, while MLX computes, what a look costs, and the structs of macOS by their headers."""
+"""The figures of memory: against psutil, and the structs of macOS by their headers."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-import threading
-import time
 
 import mlx.core as mx
 import psutil
@@ -17,7 +15,6 @@ from shim.memory import Usage
 from shim.values import Wired
 
 MIB, GIB = 2**20, 2**30
-LOOKS = 500
 
 
 def test_the_figures_are_those_of_psutil():
@@ -48,49 +45,6 @@ def test_bytes_as_people_say_them():
 def test_the_larger_counts():
     assert Usage(100, 20, 90).counted == 120
     assert Usage(100, 20, 190).counted == 190
-
-
-def test_a_look_waits_for_nothing_that_mlx_computes():
-    """A matrix product of about a second, in another thread."""
-    a = mx.ones((600, 600))
-    mx.eval(a)
-    factors = 1 + int(1 / min(seconds_of_one(a) for _ in range(3)))
-    computing, done = threading.Event(), threading.Event()
-
-    def compute():
-        computing.set()
-        b = a
-        for _ in range(factors):
-            b = b @ a / 600
-        mx.eval(b)
-        done.set()
-
-    worker = threading.Thread(target=compute)
-    worker.start()
-    assert computing.wait(10)
-    looks = 0
-    while not done.is_set() and looks < LOOKS:
-        memory.usage(mx)
-        looks += 1
-    assert looks > 10, "many looks while one product is computed"
-    worker.join()
-
-
-def seconds_of_one(a):
-    started = time.perf_counter()
-    mx.eval(a @ a / 600)
-    return time.perf_counter() - started
-
-
-def test_a_look_costs_less_than_a_thousandth_of_a_core():
-    """There is one a second; the processor's time, not the clock's."""
-    started = time.thread_time()
-    for _ in range(LOOKS):
-        memory.usage(mx)
-        memory.is_critical()
-    cost = (time.thread_time() - started) / LOOKS
-    assert cost < 0.001
-    print(f"{cost * 1e6:.0f} us a look")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="malloc of glibc")
