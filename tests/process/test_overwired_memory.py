@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import VENVS, Inconclusive, Server
+from harness import VENVS, Inconclusive, Server, wait_until
 
 GIB = 2**30
 RECOMMENDED = 48 * GIB
@@ -92,7 +92,7 @@ def test_who_else_uses_mlx_is_left_alone(line, tiny, tmp_path):
 
 
 def test_mlx_has_its_own_limits(line, tiny, tmp_path):
-    """MLX_SHIM_CACHE_LIMIT and _MEMORY_LIMIT arrive in mlx; unset, nothing is called."""
+    """MLX_SHIM_CACHE_LIMIT and _MEMORY_LIMIT arrive in mlx; unset, nothing is called. Above the latter it takes more all the same."""
     program = Path(tmp_path / "limits.py")
     program.write_text(
         "import sys, mlx.core as mx, mlx_lm.server, atexit\n"
@@ -105,18 +105,24 @@ def test_mlx_has_its_own_limits(line, tiny, tmp_path):
         "mlx_lm.server.ResponseGenerator.__init__ = init\n"
         "mlx_lm.server.main()\n"
     )
-    found = {}
+    found, told = {}, {}
     for name, environ in {
         "set": {"MLX_SHIM_CACHE_LIMIT": "16M", "MLX_SHIM_MEMORY_LIMIT": "3G"},
         "unset": {},
-        "zero": {"MLX_SHIM_CACHE_LIMIT": "0"},
+        "less": {"MLX_SHIM_CACHE_LIMIT": "0", "MLX_SHIM_MEMORY_LIMIT": "65536", "MLX_SHIM_MEMORY_SOFT": "90%"},
     }.items():
         with Server(line, tiny, tmp_path / name, entry=(str(program),), environ=environ) as server:
             log = server.ready().text()
             found[name] = [int(n) for n in re.search(r"LIMITS (\d+) (\d+)", log).groups()]
             assert ("mx.set_cache_limit is" in log) is (name != "unset")
-            assert server.post({"prompt": "x", "max_tokens": 2})[0] == 200
+            status, answer = server.post({"prompt": "x" * 300, "max_tokens": 8, "temperature": 0})
+            assert status == 200
+            told[name] = answer["choices"][0]["text"]
+            if name == "less":
+                assert wait_until(lambda: "memory" in server.get("/health")[1], 10)
+                assert server.get("/health")[1]["memory"]["active"] > 65536, "the model alone is more"
+    assert len(set(told.values())) == 1, told
+    assert found["less"] == [0, 65536]
     assert found["set"] == [16 << 20, 3 << 30]
-    assert found["zero"][0] == 0
     if found["unset"][0] <= found["set"][0] or found["unset"][1] <= found["set"][1]:
         raise Inconclusive(f"mlx's own limits are {found['unset']}")
