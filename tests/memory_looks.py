@@ -57,9 +57,12 @@ def fill():
 
 def beside_a_product():
     a = mx.random.normal((600, 600)) / 25
-    begun = time.monotonic()
-    mx.eval(a @ a @ a @ a)
-    times = int(12 / (time.monotonic() - begun))  # some four seconds of it
+    tries = []
+    for _ in range(4):  # the first is slower
+        begun = time.monotonic()
+        mx.eval(a @ a @ a @ a)
+        tries.append((time.monotonic() - begun) / 3)
+    times = int(3 / min(tries))  # three seconds of it, and more on a busy machine
     took = []
 
     def compute():
