@@ -127,7 +127,6 @@ def test_several_at_once(line, big, tmp_path):
         for stream, whole in zip(streams, expected, strict=True):
             assert (whole.text == stream.text) if stream.done else whole.text.startswith(stream.text)
         assert streams[0].done, "the small one was none of the largest"
-        assert len(ended) < len(LARGE), "not all of them: below hard who is left goes on"
         assert wait_until(lambda: server.get("/health/ready")[0] == 200, 30), server.text()
         assert "below hard again" in server.text()
         assert text_of(server.post(SMALL)) == alone
