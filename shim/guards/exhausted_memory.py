@@ -3,7 +3,7 @@
 Here, where MLX_SHIM_MEMORY_SOFT or _HARD is set, the watchdog looks once a second at what is in use, the larger of
 MLX's count and the process's footprint. Above soft, what is free to go is trimmed: what MLX and malloc keep, then entries of
 the prompt cache; if that is not enough new requests are 503 `memory_pressure`. Above hard the largest requests are
-ended with that error, one after another. What stays above, with nobody left to free anything, is drained and replaced
+ended with that error, one after another; one that is above by itself gets 400. What stays above, with nobody left to free anything, is drained and replaced
 (75).
 """
 
@@ -13,9 +13,9 @@ import threading
 import time
 from typing import Any
 
-from .. import drain, fatal, memory, patch, report, settings, watchdog
-from ..engine import FINISHED, Entry, engine
-from ..errors import memory_pressure
+from .. import drain, fatal, memory, patch, report, settings, watchdog, weights
+from ..engine import FINISHED, QUEUED, Entry, engine
+from ..errors import ShimError, memory_pressure
 from ..memory import Usage, shown
 from . import require
 
@@ -25,6 +25,7 @@ MODULE = "mlx_lm.server"
 EVERY = 1.0  # seconds between two looks
 MARGIN = 1.05  # times what the process has with its model up: a limit below that leaves nothing to serve with
 RELEASE = 0.95  # of soft, below which new requests are let in again
+GIVE_BACK = 5.0  # seconds between two times that malloc is asked from here: a millisecond, with many holes in its heap
 CALM = 60.0  # seconds below that after which an episode above soft is over: each trim ends right there
 # Seconds until the process is replaced: above soft with nobody served, or above hard with nobody left to end; and above
 # hard with one whose end waits for a step of the engine.
@@ -66,7 +67,7 @@ class _Guard:
     def __init__(self, mx: Any, soft: int, hard: int) -> None:
         self._mx = mx
         self.soft, self.hard = soft, hard
-        self._looked = 0.0
+        self._looked = self._gave_back = 0.0
         self._begun = False
         self._above = False  # soft, when it last looked
         self._last_above: float | None = None  # while an episode lasts, which is a line at its begin and one at its end
@@ -91,15 +92,17 @@ class _Guard:
             raise
 
     def _look(self, now: float) -> None:
-        usage = engine.memory = self._usage()
+        usage = engine.memory = self._usage(now)
         self._judge_soft(usage, now)
         if self.hard and not engine.rank:  # whose requests they are is known to rank 0 alone
             self._judge_hard(usage, now)
 
-    def _usage(self) -> Usage:
+    def _usage(self, now: float) -> Usage:
         usage = memory.usage(self._mx)
-        if self.soft and usage.counted >= self.soft and usage.footprint > usage.active + usage.pool:
-            memory.give_back()  # malloc alone may be what keeps it
+        malloc_may_keep_it = usage.footprint > usage.active + usage.pool
+        if self.soft and usage.counted >= self.soft and malloc_may_keep_it and now - self._gave_back >= GIVE_BACK:
+            self._gave_back = now
+            memory.give_back()
             usage = memory.usage(self._mx)
         return usage
 
@@ -161,7 +164,7 @@ class _Guard:
         waiting = self._ended is not None and self._is_held(self._ended)  # what it has cannot be free yet
         victim = None if waiting else self._largest()
         if victim is not None:
-            self._end(victim, now)
+            self._end(victim, usage, now)
         elif now - self._hard_since >= (STEP_GRACE if waiting else GRACE):
             self._replace(f"memory: {_told(usage)}, still above hard, {shown(self.hard)}", usage)
 
@@ -171,12 +174,31 @@ class _Guard:
             facts = (fatal.gathered(why) or {}) | {"memory": usage._asdict()}
             drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, facts))
 
-    def _end(self, victim: Entry, now: float) -> None:
+    def _end(self, victim: Entry, usage: Usage, now: float) -> None:
         report.line(f"memory: still above hard, request {victim.id} ({victim.length} tokens) is ended")
         self._ended, self._hard_since = victim, now
         if victim.queue is not None:
-            victim.queue.fail(memory_pressure())
+            victim.queue.fail(self._verdict(victim, usage))
         engine.stop(victim)
+
+    def _verdict(self, victim: Entry, usage: Usage) -> ShimError:
+        """What it is told. One that crosses hard by itself would do so again: it is not told to come back."""
+        known = [*list(engine.entries.values()), *list(engine.leaving.values())]
+        if any(entry is not victim and entry.phase not in (QUEUED, FINISHED) for entry in known):
+            return memory_pressure()
+        try:
+            generator = engine.generator
+            requests = usage.active + usage.pool - weights.size(generator.model_provider, self._mx.array)
+            cached = generator.prompt_cache.nbytes
+        except Exception as error:
+            report.once(f"memory: what a request takes cannot be told: {error!r}")
+            return memory_pressure()
+        if usage.counted - cached < self.hard or usage.counted - requests >= self.hard:
+            return memory_pressure()  # it is the prompt cache that is above, or what is no request's
+        return ShimError(
+            400, "context_length_exceeded",
+            f"there is not enough memory for the {victim.length} tokens of this request by itself (MLX_SHIM_MEMORY_HARD)",
+        )  # fmt: skip
 
     @staticmethod
     def _is_held(entry: Entry) -> bool:

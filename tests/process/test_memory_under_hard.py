@@ -5,10 +5,11 @@ What the process holds is counted from outside, by psutil. With hard alone, soft
 
 from __future__ import annotations
 
+import json
 import re
 
 from big_model import STEP, big_kv_model, bytes_per_token, vocabulary_bytes
-from harness import Inconclusive, Server
+from harness import NEWEST, Inconclusive, Server, Stream
 from scales import MIB, Scales, patient, text_of, warm
 
 TOKEN = bytes_per_token(4096)
@@ -70,6 +71,22 @@ def test_a_history_that_grows_until_it_does_not_fit(line, tmp_path):
     assert f"has {tokens} tokens" in refused[1]["error"]["message"]
     assert ROOM - STEP * TOKEN <= fits(refused) * TOKEN < tokens * TOKEN
     print(f"{line}: stock {stock.most / MIB:.0f} MiB, ours {ours.most / MIB:.0f}, hard {hard / MIB:.0f}")
+
+
+def test_one_that_is_above_hard_by_itself(tmp_path):
+    """It was begun, since nothing told what it would take. It is ended, and not told to come back: it would be as much again."""
+    model = big_kv_model(tmp_path / "model")
+    small = {"prompt": "small", "max_tokens": 8, "temperature": 0}
+    with Server(NEWEST, model, tmp_path / "base", environ={"MLX_SHIM": "0"}) as server:
+        hard = warm(server) + ROOM // 2
+        alone = text_of(server.post(small))
+    environ = {"MLX_SHIM_MEMORY_HARD": str(hard), "MLX_SHIM_UNAFFORDABLE_PROMPT": "0"}
+    with Server(NEWEST, model, tmp_path / "log", environ=environ) as server:
+        stream = Stream(server.ready(), {"prompt": DOCUMENT, "max_tokens": 4000}).join()
+        assert not stream.done
+        told = json.loads(stream.lines[-1]) if stream.status != 200 else list(stream.events)[-1]
+        assert told["error"]["code"] == "context_length_exceeded", told
+        assert text_of(patient(server, small)) == alone
 
 
 VOCABULARY = 300_000  # 77 MB of weights

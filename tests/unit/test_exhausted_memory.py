@@ -8,7 +8,7 @@ import types
 import pytest
 
 from shim import drain, fatal, memory
-from shim.engine import DECODE
+from shim.engine import DECODE, PREFILL, QUEUED
 from shim.guards import exhausted_memory
 from shim.memory import Usage
 
@@ -178,6 +178,33 @@ def test_above_hard_the_largest_goes_then_the_next_once_the_first_is_let_go(guar
     assert [line.split(", ")[1] for line in it.lines if "ended" in line] == [
         f"request {large.id} (500 tokens) is ended", f"request {young.id} (10 tokens) is ended",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("beside", "cached", "active", "alone"),
+    [
+        (None, 0, 900, True),
+        (None, 0, 200, False),  # something else has it
+        (None, 300, 900, False),  # without the prompt cache it would fit
+        (DECODE, 0, 900, False),
+        (PREFILL, 0, 900, False),
+        (QUEUED, 0, 900, True),
+    ],
+)
+def test_who_is_above_hard_by_itself(guard, engine, request_, beside, cached, active, alone):  # noqa: PLR0917
+    """It would cross hard as often as it comes: it is not told to come back."""
+    if beside:
+        other, _ = request_()
+        other.phase = beside
+    entry, _ = running(request_, 500)
+    model = types.SimpleNamespace(parameters=lambda: {"w": Entries(100 * MIB)})
+    engine.generator = types.SimpleNamespace(
+        prompt_cache=Entries(cached * MIB), model_provider=types.SimpleNamespace(model=model)
+    )
+    it = guard()
+    it.guard._mx.array = Entries
+    error = it.guard._verdict(entry, Usage(active * MIB, 0, 1100 * MIB))
+    assert (error.status, error.code) == ((400, "context_length_exceeded") if alone else (503, "memory_pressure"))
 
 
 def test_between_release_and_soft_it_is_trimmed_on_and_let_in_when_idle(guard, engine, request_):
