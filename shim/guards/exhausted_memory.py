@@ -25,7 +25,9 @@ MODULE = "mlx_lm.server"
 EVERY = 1.0  # seconds between two looks
 MARGIN = 1.05  # times what the process has with its model up: a limit below that leaves nothing to serve with
 RELEASE = 0.95  # of soft, below which new requests are let in again
-GIVE_BACK = 5.0  # seconds between two times that malloc is asked from here: a millisecond, with many holes in its heap
+GIVE_BACK = (
+    5.0  # seconds after which malloc is asked again, in vain so far: with many holes in its heap it takes a millisecond
+)
 CALM = 60.0  # seconds below that after which an episode above soft is over: each trim ends right there
 # Seconds until the process is replaced: above soft with nobody served, or above hard with nobody left to end; and above
 # hard with one whose end waits for a step of the engine.
@@ -68,6 +70,7 @@ class _Guard:
         self._mx = mx
         self.soft, self.hard = soft, hard
         self._looked = self._gave_back = 0.0
+        self._helped = False  # whether that was enough to be below soft
         self._begun = False
         self._above = False  # soft, when it last looked
         self._last_above: float | None = None  # while an episode lasts, which is a line at its begin and one at its end
@@ -99,11 +102,14 @@ class _Guard:
 
     def _usage(self, now: float) -> Usage:
         usage = memory.usage(self._mx)
-        malloc_may_keep_it = usage.footprint > usage.active + usage.pool
-        if self.soft and usage.counted >= self.soft and malloc_may_keep_it and now - self._gave_back >= GIVE_BACK:
+        if not self.soft or usage.counted < self.soft or usage.footprint <= usage.active + usage.pool:
+            return usage
+        # Malloc alone may be what keeps it. Where that was not so a moment ago, and nobody is to be ended, it can wait.
+        if self._helped or now - self._gave_back >= GIVE_BACK or (self.hard and usage.counted >= self.hard):
             self._gave_back = now
             memory.give_back()
             usage = memory.usage(self._mx)
+            self._helped = usage.counted < self.soft
         return usage
 
     def _begin(self) -> None:
@@ -162,6 +168,9 @@ class _Guard:
             engine.pressed = engine.pressed or memory_pressure()
             return  # the next look is after a trim, for which the engine was asked just now
         waiting = self._ended is not None and self._is_held(self._ended)  # what it has cannot be free yet
+        if self._ended is not None and not waiting:  # what it had may lie in MLX's pool: a trim was asked for just now
+            self._ended, self._hard_since = None, now
+            return
         victim = None if waiting else self._largest()
         if victim is not None:
             self._end(victim, usage, now)
@@ -183,6 +192,8 @@ class _Guard:
 
     def _verdict(self, victim: Entry, usage: Usage) -> ShimError:
         """What it is told. One that crosses hard by itself would do so again: it is not told to come back."""
+        if victim.phase == QUEUED:  # it has taken nothing yet: a model that is being loaded has, or somebody else
+            return memory_pressure()
         known = [*list(engine.entries.values()), *list(engine.leaving.values())]
         if any(entry is not victim and entry.phase not in (QUEUED, FINISHED) for entry in known):
             return memory_pressure()

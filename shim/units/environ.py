@@ -94,8 +94,9 @@ def absolute(path: str) -> str:
 def seconds(environ: Mapping[str, str], name: str, default: str = "") -> float:
     """A duration of the environment, or its default. Raises Refused."""
     value = environ.get(name, "").strip() or _DEFAULTS.get(name, default)
+    parse = values.parse_deadline if name == GIL_DEADLINE else values.parse_duration
     try:
-        return values.parse_duration(value)
+        return parse(value)
     except ValueError as error:
         raise Refused(f"{name}={value!r} is not valid; {error}") from None
 

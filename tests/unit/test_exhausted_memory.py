@@ -137,6 +137,27 @@ def test_what_malloc_alone_keeps_is_given_back_at_once(guard, engine, monkeypatc
     assert it.lines == []
 
 
+def test_malloc_is_asked_each_time_as_long_as_that_helps(guard, engine, monkeypatch):
+    """A prefill leaves as much in malloc at every step: that is no reason to turn anybody away, or to end one."""
+    asked, kept = [], [0, 300]  # what malloc keeps now, and what is found there at each look
+    it = guard()
+    monkeypatch.setattr(memory, "give_back", lambda: (asked.append(1), kept.__setitem__(0, 0)))
+
+    def looks(count, live):
+        monkeypatch.setattr(memory, "usage", lambda mx: Usage(0, 0, (live + kept[0]) * MIB))
+        before = len(asked)
+        for _ in range(count):
+            kept[0] = kept[1]
+            it.look(None)
+        return len(asked) - before
+
+    assert looks(4, 750) == 4
+    assert engine.pressed is None
+    kept[1] = 0
+    assert looks(11, 900) == 3, "in vain: not at every look"
+    assert looks(3, 1001) == 3, "but always before one is ended"
+
+
 def test_macos_saying_critical_is_as_soft(guard, engine):
     """However far below soft the process is: a trim is made, and macOS goes on saying so."""
     it = guard()
@@ -168,6 +189,9 @@ def test_above_hard_the_largest_goes_then_the_next_once_the_first_is_let_go(guar
     it.look(1001)
     assert victims(engine) == [], "it is computed until the engine lets go of it"
     engine.let_go(large)
+    it.look(1001)
+    assert victims(engine) == [], "what it had may lie in MLX's pool"
+    assert it.guard._excess
     it.look(1001)
     assert victims(engine) == [young.id], "the youngest of equals"
     engine.close(young)
@@ -205,6 +229,16 @@ def test_who_is_above_hard_by_itself(guard, engine, request_, beside, cached, ac
     it.guard._mx.array = Entries
     error = it.guard._verdict(entry, Usage(active * MIB, 0, 1100 * MIB))
     assert (error.status, error.code) == ((400, "context_length_exceeded") if alone else (503, "memory_pressure"))
+
+
+def test_one_whose_model_is_being_loaded_is_told_to_come_back(guard, engine, request_):
+    """Stock has no model while it loads one: all that is in use would be the request's."""
+    entry, _ = request_()
+    engine.generator = types.SimpleNamespace(prompt_cache=Entries(0), model_provider=types.SimpleNamespace(model=None))
+    it = guard()
+    it.guard._mx.array = Entries
+    error = it.guard._verdict(entry, Usage(900 * MIB, 0, 1100 * MIB))
+    assert (error.status, error.code) == (503, "memory_pressure")
 
 
 def test_between_release_and_soft_it_is_trimmed_on_and_let_in_when_idle(guard, engine, request_):
@@ -281,8 +315,9 @@ def test_a_request_ended_starts_the_grace_anew(guard, engine, request_):
     engine.close(entry)
     engine.let_go(entry)
     it.look(1001, exhausted_memory.GRACE - 2)
+    it.look(1001, exhausted_memory.GRACE - 1)
     assert it.orders == []
-    it.look(1001, 3)
+    it.look(1001, 2)
     assert len(it.orders) == 1
 
 

@@ -226,6 +226,10 @@ def test_refusals_say_what_was_given_and_what_is_accepted(shim, model, tmp_path,
     status, out, err = shim("systemd", "--socket", "--", PYTHON, *server, "--model", model)
     assert (status, out) == (2, "")
     assert "name a folder for them with --output DIR" in err
+    early = ("--notify", "--env", "MLX_SHIM_GIL_DEADLINE=1s")  # the server takes 300 s for it
+    status, out, err = shim("systemd", *early, "--", PYTHON, *server, "--model", model)
+    assert (status, out) == (2, "")
+    assert "MLX_SHIM_GIL_DEADLINE='1s' is not valid; accepted: 0, or a duration of at least 2s" in err
     assert (
         "needs a --host that is an IP address" in shim("launchd", "--socket", "--", PYTHON, *server, "--host", "a.b")[2]
     )
