@@ -15,6 +15,17 @@ settings.register_profile("fixed", derandomize=True, database=None, deadline=Non
 settings.load_profile("fixed")
 
 
+def pytest_collection_modifyitems(items):
+    """Spread those that compute all the time among those that mostly wait, so that the cores are busy throughout."""
+    busy = [item for item in items if item.path.stem == "test_hybrid_families"]
+    others = [item for item in items if item not in busy]
+    started = sum(item.path.parent.name == "process" for item in others)  # the tests that start servers come first
+    step = max(1, started // (len(busy) + 1))
+    for n, item in enumerate(busy):
+        others.insert(n * (step + 1), item)
+    items[:] = others
+
+
 @pytest.fixture(params=LINES)
 def line(request):
     """Each of the two lines of mlx-lm."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import socket
 import subprocess
 import time
+import urllib.request
 
 import headline
 from conftest import FaultyModel
@@ -18,20 +20,36 @@ RETRIES = ("option redispatch", "retries ", "retry-on ")
 SOON = 10.0  # seconds; `timeout queue` is a minute
 
 
-class Front(Server):
-    """Who answers on a port is somebody else's."""
+STATS = """
+listen stats
+    bind 127.0.0.1:{port}
+    stats enable
+    stats uri /stats
+"""
 
-    def __init__(self, port):
-        self.port, self.sockets = port, []
+
+class Front(Server):
+    """An HAProxy: who answers on its port is somebody else's."""
+
+    def __init__(self, port, stats):
+        self.port, self.sockets, self._stats = port, [], stats
+
+    def sends_to_all(self):
+        """Whether it takes each of its servers for one that is up; it looks at each once a second."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._stats}/stats;csv", timeout=30) as answer:
+            rows = list(csv.DictReader(answer.read().decode().removeprefix("# ").splitlines()))
+        states = [row["status"] for row in rows if row["pxname"] == "servers" and row["svname"] != "BACKEND"]
+        assert len(states) == len(LINES), rows
+        return all(state == "UP" for state in states)
 
 
 @contextlib.contextmanager
 def haproxy(folder, servers, *, retries: bool):
-    """The recipe of docs/supervision.md with other addresses, and patient; yields its port, once it listens there.
+    """The recipe of docs/supervision.md with other addresses, and patient; yields a Front, once it listens.
 
     Without `retries` it is the control, in which it does not tell servers that a client has left either.
     """
-    port = free_port()
+    port, stats = free_port(), free_port()
     config = headline.recipe("backend servers").replace("127.0.0.1:8000", f"127.0.0.1:{port}")
     for address, server in zip(("192.0.2.1:8080", "192.0.2.2:8080"), servers, strict=True):
         assert address in config
@@ -43,14 +61,14 @@ def haproxy(folder, servers, *, retries: bool):
         config = config.replace("option abortonclose", "no option abortonclose")
     kept = [x for x in config.splitlines() if retries or not x.strip().startswith(RETRIES)]
     path = folder / f"haproxy{retries}"
-    path.write_text("\n".join([*kept, ""]))
+    path.write_text("\n".join([*kept, ""]) + STATS.format(port=stats))
     with path.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
             [need("haproxy"), "-db", "-f", str(path)], stdout=log, stderr=log, env=clean_environ()
         )
     try:
-        assert wait_until(lambda: listens(port), 30), path.with_suffix(".log").read_text()
-        yield port
+        assert wait_until(lambda: listens(port) and listens(stats), 30), path.with_suffix(".log").read_text()
+        yield Front(port, stats)
         assert process.poll() is None, path.with_suffix(".log").read_text()
     finally:
         process.kill()
@@ -73,7 +91,7 @@ def test_no_client_sees_that_an_engine_died(tmp_path):
             servers.append(stack.enter_context(server))
         for server in servers:
             server.ready()
-        front, bare = (Front(stack.enter_context(haproxy(tmp_path, servers, retries=r))) for r in (True, False))
+        front, bare = (stack.enter_context(haproxy(tmp_path, servers, retries=r)) for r in (True, False))
         who_leaves_is_not_served_any_more(front, bare, servers)
         streams_that_have_not_begun(front, servers[0])
         crowd = headline.Crowd(front.port, retries=0)
@@ -83,7 +101,8 @@ def test_no_client_sees_that_an_engine_died(tmp_path):
             server, before = servers[n % 2], servers[n % 2].deaths
             server.die(kind)  # not through HAProxy, which would have the other one die of it as well
             assert wait_until(lambda server=server, before=before: server.deaths > before, 60), server.text()[-3000:]
-            assert wait_until(lambda server=server: at_work(server), headline.PATIENCE)
+            server.ready()  # else the next death may leave none
+            assert wait_until(front.sends_to_all, headline.PATIENCE)
         assert [crowd.leave(), control.leave()] == [0, 0]
         print(f"\n{crowd.answers} answers; without retries {control.answers} and {len(control.errors)} errors")
         assert crowd.errors == [], [repr(error.__cause__) for error in crowd.errors] + [
@@ -132,15 +151,6 @@ def without_a_server(front, servers):
     asked = time.monotonic()
     assert front.post(request)[0] == 503
     assert time.monotonic() - asked < SOON
-
-
-def at_work(server):
-    """Whether it lives again, and HAProxy sends it requests. One that has just died may answer still, for a moment."""
-    try:
-        health = server.get("/health")[1]
-        return health["status"] == "ok" and health["counters"]["finished"] > 8
-    except OSError:
-        return False
 
 
 def test_the_recipe_is_accepted_as_it_is(tmp_path):

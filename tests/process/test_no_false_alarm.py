@@ -140,10 +140,12 @@ def test_a_suspended_process(line, faulty, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 @pytest.mark.parametrize(("line", "seconds"), [(NEWEST, SOAK), (LINES[0], SOAK / 4)])
-def test_a_soak_leaves_nothing_behind(line, tiny, tmp_path, seconds):
+def test_a_soak_leaves_nothing_behind(line, faulty, tmp_path, seconds):
     """Mixed streams, disconnects and bad requests: no alarm, and threads and ledger return to where they were."""
     environ = {"MLX_SHIM_DECODE_STALL": "20s", "MLX_SHIM_PREFILL_STALL": "20s"}
-    with Server(line, tiny, tmp_path / "log", environ=environ, args=("--log-level", "ERROR")) as server:
+    model = faulty(kind="none", delay=0.01)  # it is not about the processor
+    args = (*model.args, "--log-level", "ERROR")
+    with Server(line, model.path, tmp_path / "log", environ=environ, args=args) as server:
         server.ready()
         load(server, 4)  # whatever MLX and the tokenizer start once is there
         time.sleep(1.5)
