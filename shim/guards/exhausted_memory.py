@@ -142,7 +142,9 @@ class _Guard:
             report.line(f"memory: {_told(usage)}: new requests are let in again")
             engine.pressed = None
         self._above = full or critical
-        self._stuck_since = (self._stuck_since or now) if full and short and _is_idle() else None
+        above_hard = self.hard and usage.counted >= self.hard  # which is judged by itself
+        stuck = full and short and _is_idle() and not above_hard
+        self._stuck_since = (self._stuck_since or now) if stuck else None
         if self._stuck_since is not None and now - self._stuck_since >= GRACE:
             self._replace(f"memory: {_told(usage)} with nobody served, soft is {shown(self.soft)}", usage)
 
