@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import types
 
 import pytest
 
+from shim import drain, image_fetch, ledger, memory, report
 from shim import engine as engine_module
-from shim import image_fetch, ledger, report
 from shim.cli import unit
 from shim.engine import Engine
-from shim.guards import stall
+from shim.guards import exhausted_memory, stall
+from shim.memory import Usage
+
+_MIB = 2**20
 
 
 class Token:
@@ -138,3 +142,30 @@ def shim(capsys, monkeypatch):
         return status, said.out, said.err
 
     return run
+
+
+@pytest.fixture
+def guard(engine, lines, monkeypatch):
+    """A guard with soft 800 and hard 1000 MiB. `look(mib)` has it look a second later; `.orders` are those to the drain."""
+    monkeypatch.setattr(exhausted_memory, "engine", engine)
+    clock, orders, critical = [1000.0], [], [False]
+    monkeypatch.setattr(exhausted_memory, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(memory, "give_back", lambda: None)
+    monkeypatch.setattr(memory, "is_critical", lambda: critical[0])
+    monkeypatch.setattr(drain, "ask", orders.append)
+
+    def make(soft=800, hard=1000, begin=200):
+        made = exhausted_memory._Guard(types.SimpleNamespace(clear_cache=lambda: None), soft * _MIB, hard * _MIB)
+        now = [begin]
+        monkeypatch.setattr(memory, "usage", lambda mx: Usage((now[0] - 50) * _MIB, 10 * _MIB, now[0] * _MIB))
+        made.next_request(lambda: None, None, (), {})
+
+        def look(figure, seconds=1.0, macos=False):
+            now[0], critical[0] = figure, macos
+            clock[0] += seconds
+            made()
+            return made
+
+        return types.SimpleNamespace(look=look, guard=made, orders=orders, lines=lines)
+
+    return make

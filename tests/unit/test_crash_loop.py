@@ -11,11 +11,11 @@ import time
 import pytest
 
 from shim import account as account_module
-from shim import breaker, memory, settings, state_file
+from shim import breaker, memory, settings
 from shim.account import Account
 from shim.breaker import Death, Limit
 from shim.guards import crash_loop
-from shim.state_file import LOADING, UP, WAITING, Corrupt, Held, Run, State, StateFile
+from shim.state_file import LOADING, UP, Run, State, StateFile
 
 LIMIT = Limit(3, 600.0, 10.0)
 NOW = 1_800_000_000.0
@@ -283,46 +283,3 @@ def test_a_folder_that_never_answers(lines):
     account.post(lambda: account.ends(70), 60)
     assert time.monotonic() - before < 30, "it is waited for once"
     assert lines == ["the folder of MLX_SHIM_STATE_DIR has not answered for 0.3 s: it is not waited for"]
-
-
-def test_folders(monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_STATE_HOME", "not/absolute")
-    assert state_file.folder("") == tmp_path / ".local" / "state" / "mlx-lm-shim"
-    monkeypatch.setenv("XDG_STATE_HOME", "/xdg")
-    assert str(state_file.folder("")) == "/xdg/mlx-lm-shim"
-    assert state_file.folder("~/here") == tmp_path / "here"
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert state_file.folder("") == tmp_path / "Library" / "Application Support" / "mlx-lm-shim"
-
-
-@pytest.mark.parametrize("home", ["", "/", "relative"])
-def test_no_home(monkeypatch, lines, home):
-    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
-    monkeypatch.setenv("HOME", home)
-    account = Account(lambda: StateFile(state_file.folder(""), "name"))
-    assert account.post(account.begin, 5) is None
-    assert "deaths cannot be noted" in lines[0]
-
-
-def test_keys():
-    assert state_file.key("h", 1, "m") == state_file.key("h", 1, "m")
-    assert len({state_file.key("h", 1, "m"), state_file.key("h", 2, "m"), state_file.key("h", 1, "n")}) == 3
-    assert "secret" not in state_file.key("h", 1, "secret")
-    assert state_file.key("h", 1, "\ud800") == state_file.key("h", 1, "\ud800")
-
-
-def test_a_lock_is_the_living_ones(tmp_path):
-    first = StateFile(tmp_path, "x")
-    with pytest.raises(Held):
-        StateFile(tmp_path, "x")
-    os.close(first._lock)
-    os.close(StateFile(tmp_path, "x")._lock)
-
-
-def test_what_is_written_is_read(tmp_path):
-    state = State([Death(1.5, 70), Death(2.5, None)], True, True, 7, 8, Run(WAITING, 3.5, 4.5))
-    assert state_file.decode(state.encode()) == state
-    with pytest.raises(Corrupt):
-        state_file.decode(b"\xff")

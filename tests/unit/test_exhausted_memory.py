@@ -6,60 +6,11 @@ import threading
 import types
 
 import pytest
+from pressed import MIB, Entries, running
 
-from shim import drain, fatal, memory
-from shim.engine import DECODE, PREFILL, QUEUED
+from shim import fatal, memory
 from shim.guards import exhausted_memory
 from shim.memory import Usage
-
-MIB = 2**20
-
-
-@pytest.fixture
-def guard(engine, lines, monkeypatch):
-    """A guard with soft 800 and hard 1000 MiB. `look(mib)` has it look a second later; `.orders` are those to the drain."""
-    monkeypatch.setattr(exhausted_memory, "engine", engine)
-    clock, orders, critical = [1000.0], [], [False]
-    monkeypatch.setattr(exhausted_memory, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(memory, "give_back", lambda: None)
-    monkeypatch.setattr(memory, "is_critical", lambda: critical[0])
-    monkeypatch.setattr(drain, "ask", orders.append)
-
-    def make(soft=800, hard=1000, begin=200):
-        made = exhausted_memory._Guard(types.SimpleNamespace(clear_cache=lambda: None), soft * MIB, hard * MIB)
-        now = [begin]
-        monkeypatch.setattr(memory, "usage", lambda mx: Usage((now[0] - 50) * MIB, 10 * MIB, now[0] * MIB))
-        made.next_request(lambda: None, None, (), {})
-
-        def look(figure, seconds=1.0, macos=False):
-            now[0], critical[0] = figure, macos
-            clock[0] += seconds
-            made()
-            return made
-
-        return types.SimpleNamespace(look=look, guard=made, orders=orders, lines=lines)
-
-    return make
-
-
-class Entries:
-    """A prompt cache of so many bytes."""
-
-    def __init__(self, nbytes):
-        self.nbytes = nbytes
-
-    def trim_to(self, n_bytes):
-        self.nbytes = min(self.nbytes, max(0, n_bytes))
-
-
-def victims(engine):
-    return [entry.id for entry in engine.entries.values() if entry.stopped]
-
-
-def running(request_, tokens):
-    entry, queue = request_()
-    entry.phase, entry.prompt = DECODE, tokens
-    return entry, queue
 
 
 def test_above_soft_it_trims_first_and_then_turns_away(guard, engine, request_):
@@ -171,76 +122,6 @@ def test_macos_saying_critical_is_as_soft(guard, engine):
     assert engine.pressed is None
 
 
-def test_above_hard_the_largest_goes_then_the_next_once_the_first_is_let_go(guard, engine, request_):
-    small, _ = running(request_, 10)
-    large, queue = running(request_, 500)
-    young, _ = running(request_, 10)
-    it = guard()
-    it.look(1001)
-    assert victims(engine) == [], "trimming may be enough"
-    assert it.guard._excess
-    assert engine.pressed is not None, "nobody new meanwhile"
-    it.look(1001)
-    assert victims(engine) == [large.id]
-    assert queue.get_nowait().code == "memory_pressure"
-    it.look(1001)
-    assert victims(engine) == [large.id], "what it has cannot be free yet"
-    engine.close(large)
-    it.look(1001)
-    assert victims(engine) == [], "it is computed until the engine lets go of it"
-    engine.let_go(large)
-    it.look(1001)
-    assert victims(engine) == [], "what it had may lie in MLX's pool"
-    assert it.guard._excess
-    it.look(1001)
-    assert victims(engine) == [young.id], "the youngest of equals"
-    engine.close(young)
-    engine.let_go(young)
-    it.look(700)
-    assert not small.stopped
-    assert it.orders == []
-    assert [line.split(", ")[1] for line in it.lines if "ended" in line] == [
-        f"request {large.id} (500 tokens) is ended", f"request {young.id} (10 tokens) is ended",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("beside", "cached", "active", "alone"),
-    [
-        (None, 0, 900, True),
-        (None, 0, 200, False),  # something else has it
-        (None, 300, 900, False),  # without the prompt cache it would fit
-        (DECODE, 0, 900, False),
-        (PREFILL, 0, 900, False),
-        (QUEUED, 0, 900, True),
-    ],
-)
-def test_who_is_above_hard_by_itself(guard, engine, request_, beside, cached, active, alone):  # noqa: PLR0917
-    """It would cross hard as often as it comes: it is not told to come back."""
-    if beside:
-        other, _ = request_()
-        other.phase = beside
-    entry, _ = running(request_, 500)
-    model = types.SimpleNamespace(parameters=lambda: {"w": Entries(100 * MIB)})
-    engine.generator = types.SimpleNamespace(
-        prompt_cache=Entries(cached * MIB), model_provider=types.SimpleNamespace(model=model)
-    )
-    it = guard()
-    it.guard._mx.array = Entries
-    error = it.guard._verdict(entry, Usage(active * MIB, 0, 1100 * MIB))
-    assert (error.status, error.code) == ((400, "context_length_exceeded") if alone else (503, "memory_pressure"))
-
-
-def test_one_whose_model_is_being_loaded_is_told_to_come_back(guard, engine, request_):
-    """Stock has no model while it loads one: all that is in use would be the request's."""
-    entry, _ = request_()
-    engine.generator = types.SimpleNamespace(prompt_cache=Entries(0), model_provider=types.SimpleNamespace(model=None))
-    it = guard()
-    it.guard._mx.array = Entries
-    error = it.guard._verdict(entry, Usage(900 * MIB, 0, 1100 * MIB))
-    assert (error.status, error.code) == (503, "memory_pressure")
-
-
 def test_between_release_and_soft_it_is_trimmed_on_and_let_in_when_idle(guard, engine, request_):
     """Else it would refuse everybody for ever, with room to spare."""
     entry, _ = running(request_, 10)
@@ -271,54 +152,6 @@ def test_what_refuses_everybody_for_good_is_replaced(guard, engine, request_):
     it.look(810)
     assert [order.status for order in it.orders] == [fatal.EX_TEMPFAIL]
     assert "with nobody served, soft is 800.0 MiB" in it.orders[0].why
-
-
-def test_above_hard_with_nobody_to_end_it_is_replaced_once(guard):
-    it = guard()
-    it.look(1001)
-    it.look(1001, exhausted_memory.GRACE - 2)
-    assert it.orders == []
-    it.look(1001, 3)
-    it.look(1001, 3)
-    assert [order.status for order in it.orders] == [fatal.EX_TEMPFAIL]
-    assert "still above hard, 1000.0 MiB" in it.orders[0].why
-
-
-def test_one_that_several_machines_serve_alone_is_not_ended(guard, engine, request_):
-    running(request_, 10)
-    engine.generator, engine.single = types.SimpleNamespace(_is_distributed=True), True
-    it = guard()
-    it.look(1001)
-    it.look(1001)
-    assert victims(engine) == []
-    it.look(1001, exhausted_memory.GRACE)
-    assert len(it.orders) == 1
-
-
-def test_a_long_step_is_given_longer(guard, engine, request_):
-    running(request_, 10)
-    it = guard()
-    it.look(1001)
-    it.look(1001)
-    it.look(1001, exhausted_memory.STEP_GRACE - 2)
-    assert it.orders == []
-    it.look(1001, 3)
-    assert len(it.orders) == 1
-
-
-def test_a_request_ended_starts_the_grace_anew(guard, engine, request_):
-    it = guard()
-    it.look(1001)
-    it.look(1001, exhausted_memory.GRACE - 2)
-    entry, _ = running(request_, 10)
-    it.look(1001)
-    engine.close(entry)
-    engine.let_go(entry)
-    it.look(1001, exhausted_memory.GRACE - 2)
-    it.look(1001, exhausted_memory.GRACE - 1)
-    assert it.orders == []
-    it.look(1001, 2)
-    assert len(it.orders) == 1
 
 
 def test_a_limit_below_the_model_is_left_out(guard, engine, request_):
