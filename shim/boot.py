@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import __version__, entry, fatal, guards, observe, patch, report, settings
+from . import __version__, entry, facts, fatal, guards, observe, patch, report, settings
 
 _bad_values: list[str] = []
 _unknown_names: list[str] = []
 _blind: list[str] = []
+_at_work: dict[str, report.State] = {}  # the guards that were applied, and their states but for what facts do to them
 _announced = False
 _server = "mlx_lm.server"
 
@@ -48,13 +49,31 @@ def _hook(names: list[str]) -> Callable[[Any], None]:
     def hook(module: Any) -> None:
         for name in names:
             report.states[name] = _apply(name, module)
-        try:
-            if module.__name__ == _server:  # last, so that what observes is outermost
+            if report.states[name].kind in ("active", "degraded"):
+                _at_work[name] = report.states[name]
+        if module.__name__ == _server:  # last, so that what observes is outermost
+            try:
                 observe.install(module, on_start=_server_starts)
-        except Exception as error:  # to be said when a server starts
-            _blind.append(f"{module.__name__} cannot be watched: {error!r}")
+            except Exception as error:  # to be said when a server starts
+                _blind.append(f"{module.__name__} cannot be watched: {error!r}")
+            facts.on_loss.append(_judge)
+            _judge()
 
     return hook
+
+
+def _judge() -> None:
+    """Compute the states of the guards at work from what can be seen now; say what has changed since the start."""
+    for name, own in _at_work.items():
+        if report.states[name].kind == "failed":
+            continue
+        kind, reason = facts.judge(getattr(_guard(name), "LIVES_BY", {}))
+        if kind == "active" and own.reason:
+            kind = own.kind
+        state = report.State(kind, "; ".join(text for text in (own.reason, reason) if text))
+        if _announced and state != report.states[name]:
+            report.line(f"{name} is {state} from now on")
+        report.states[name] = state
 
 
 _KINDS: dict[type[Exception], report.Kind] = {
@@ -71,13 +90,14 @@ def _apply(name: str, module: Any) -> report.State:
     if not settings.current.guard_is_on(name) or (needs and not getattr(settings.current, needs)):
         return _off(name, needs)
     try:
-        guard.probe(module)
-        guard.apply(module)
+        lost = guard.probe(module)
+        with patch.undone_on_error():
+            guard.apply(module)
     except tuple(_KINDS) as reason:
         return report.State(_KINDS[type(reason)], str(reason))
     except Exception as error:
         return report.State("failed", report.one_line(repr(error)))
-    return report.State("active")
+    return report.State("degraded", lost) if lost else report.State("active")
 
 
 def _off(name: str, needs: str | None = None) -> report.State:
@@ -96,19 +116,35 @@ def _server_starts() -> None:
         report.line(text)
     if patch.missing:
         report.line(f"{patch.missing}: guards outside the server are off; install wrapt")
-    shown = ", ".join(f"{name} {state}" for name, state in report.states.items())
-    versions = f"mlx-lm {report.version_of('mlx-lm')}, mlx {report.version_of('mlx')}"
-    report.line(f"{__version__}, {versions}; guards: {shown}")
+    _announce()
     unkept = _unkept()
     if unkept:
         fatal.prepare()
         fatal.end(fatal.EX_CONFIG, "; ".join(unkept))
     if settings.current.strict:
-        broken = [name for name, state in report.states.items() if state.kind in ("incompatible", "failed")]
+        refused = ("incompatible", "failed", "degraded")[: settings.current.strict + 1]
+        broken = [name for name, state in report.states.items() if state.kind in refused]
         reasons = [*broken, *_blind, *_bad_values]
         if reasons:
             fatal.prepare()
             fatal.end(fatal.EX_CONFIG, "MLX_SHIM_STRICT refuses to start: " + "; ".join(reasons))
+
+
+def _announce() -> None:
+    """The start-up line, a line for each guard that cannot do all it is there for, and one for each setting in force."""
+    kinds = [state.kind for state in report.states.values()]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in report.KINDS if kind in kinds)
+    versions = f"mlx-lm {report.version_of('mlx-lm')}, mlx {report.version_of('mlx')}"
+    lost = [name for name in guards.HEART if report.states[name].kind in ("incompatible", "failed")]
+    heart = f"; LOST: {', '.join(lost)}" if lost else ""
+    report.line(f"{__version__}, {versions}; guards: {counts}{heart}")
+    for name, state in report.states.items():
+        if state.kind in ("degraded", "incompatible", "failed"):
+            report.line(f"{name} {state}")
+        else:
+            report.debug(f"{name} {state}")
+    for name, value in settings.in_force():
+        report.line(f"{name}={value}")
 
 
 def _unkept() -> list[str]:
@@ -121,6 +157,6 @@ def _unkept() -> list[str]:
         state = report.states.get(name)
         if not settings.current.guard_is_on(name):
             report.line(f"{settings.variable(needs)} has no effect: {settings.variable(name)} is off")
-        elif state is None or state.kind != "active":
+        elif state is None or state.kind not in ("active", "degraded"):
             reasons.append(f"what {settings.variable(needs)} asks for cannot be given: {name} {state}")
     return reasons

@@ -24,7 +24,7 @@ _LOOKED_AT = 200_000  # characters of each text of a request
 
 def facts(reason: str, error: BaseException | None) -> dict[str, Any]:
     """What only the living engine knows: the requests as they are now, and the reason without anything of theirs."""
-    known = [*list(engine.entries.values()), *list(engine.leaving.values())]
+    known = engine.known()
     theirs = [text for entry in known for text in _texts(getattr(entry.request, "__dict__", entry.request))]
     return {
         "reason": _without(theirs, reason),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from . import errors, fatal, http, patch, report, settings
+from . import errors, fatal, http, observe, patch, report, settings
 from .engine import engine
 
 POLL = 0.05  # seconds
@@ -45,9 +45,12 @@ _install_once = threading.Lock()
 def install(server: Any) -> None:
     """Have new requests refused while a drain is under way; once, whichever guards need it."""
     if _install_once.acquire(blocking=False):
-        patch.wrap(server, "APIHandler.do_POST", _do_post)
-        patch.wrap(server, "ResponseGenerator.__init__", _starts)
-        patch.wrap(server, "ResponseGenerator._share_request", _share_request)
+        for path, wrapper in (
+            (f"{observe.handler_name(server)}.do_POST", _do_post),
+            ("ResponseGenerator.__init__", _starts),
+            ("ResponseGenerator._share_request", _share_request),
+        ):
+            patch.try_wrap(server, path, wrapper)
 
 
 def start() -> None:
@@ -87,7 +90,7 @@ def _share_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     shared = wrapped(*args, **kwargs)
     if shared is None or shared[1:] != STOP:
         return shared
-    instance._stop = True
+    engine.ask_to_stop()
     if engine.rank:
         engine.draining = True
         ask(Order("rank 0 has stopped"))
@@ -180,12 +183,13 @@ class _Patience:
 
 def _stop_generation() -> None:
     """Stock's own end of the generation thread. One that is stuck, or loads a model, goes with the process."""
-    for entry in [*list(engine.entries.values()), *list(engine.leaving.values())]:
+    for entry in engine.known():
         engine.stop(entry)  # one that is served alone looks at nothing else
     thread = engine.generation_thread
     if thread is not None and engine.up:
         if engine.distributed and not engine.rank:
             _last_turn.set()
         else:
-            engine.generator._stop = True
+            thread.join(JOIN if engine.ask_to_stop() else 0)
+            return
         thread.join(JOIN)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from . import anatomy
 from .errors import ShimError
 from .memory import Usage
 
@@ -44,13 +46,14 @@ class Entry:
     """
 
     __slots__ = (
-        "context", "handler", "id", "last", "mark", "opened", "outcome", "phase", "processed", "progressed", "prompt",
-        "queue", "request", "step", "stopped", "tokens", "total",
+        "context", "handler", "id", "last", "mark", "opened", "outcome", "parts", "phase", "processed", "progressed",
+        "prompt", "queue", "step", "stopped", "tokens", "total",
     )  # fmt: skip
 
-    def __init__(self, number: int, request: Any, handler: Any, clock: float) -> None:
+    def __init__(self, number: int, parts: tuple[Any, ...], handler: Any, clock: float) -> None:
         self.id = number
-        self.request = request  # for its identity only: nothing of its text goes into a log or a report
+        # What was handed to the engine, for its identity only: nothing of a request's text goes into a log or a report.
+        self.parts = parts
         self.handler = handler
         self.opened = time.monotonic()
         self.phase: Phase = QUEUED
@@ -66,6 +69,11 @@ class Entry:
         self.queue: Any = None
         self.stopped = False
         self.outcome: Outcome | None = None
+
+    @property
+    def request(self) -> Any:
+        """The stock CompletionRequest, or what else was handed over first."""
+        return self.parts[0] if self.parts else None
 
     @property
     def length(self) -> int:
@@ -87,7 +95,9 @@ class Engine:
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.generator: Any = None
-        self.generators: weakref.WeakSet[Any] = weakref.WeakSet()  # every ResponseGenerator: a program may make more
+        self.generators: list[weakref.ref[Any]] = []  # every generator: a program may make more than one
+        self.requests: queue.Queue[Any] | None = None  # from which the generation thread takes what it serves
+        self.generating: threading.Thread | None = None  # the thread that took up a request last
         self.booting = False  # the default model, that of --model, is being loaded
         self.up = False  # the generation thread has begun to take requests: what was to be loaded at boot is loaded
         self.up_since = math.inf  # when, by time.monotonic
@@ -125,16 +135,49 @@ class Engine:
         # Those whose handler is done while the generation thread is not: computed for nobody, until it lets go of them.
         self.leaving: dict[int, Entry] = {}
         self.serving: dict[int, float] = {}
+        self.served = 0  # requests answered with 200
+        # By thread, the answers under way; None where deliveries tell more than bytes.
+        self.answers: dict[int, Any] = {}
         # Connections taken from a socket that outlives the process, until they are closed: its successor cannot answer them.
         self.accepted: set[Any] = set()
         # .handler: whom this thread serves; .entry: the request it is opening; .inserted: what it put into the batch
         self.local = threading.local()
         self._numbers = itertools.count(1)
 
-    def attach(self, generator: Any) -> None:
-        """Note a ResponseGenerator; the latest is the one that serves."""
+    def attach(self, generator: Any, before: set[threading.Thread] | None = None) -> None:
+        """Note a generator; the latest is the one that serves. `before`: the threads that ran before it was made."""
         self.generator = generator
-        self.generators.add(generator)
+        if generator not in self.living():
+            self.generators = [known for known in self.generators if known() is not None]
+            self.generators.append(weakref.ref(generator))
+        parts = anatomy.parts_of(generator)
+        parts.thread = anatomy.thread_of(generator, before) or parts.thread
+        parts.stop_flag = parts.stop_flag or anatomy.stop_flag(generator)
+
+    def living(self) -> list[Any]:
+        """The generators that exist."""
+        return [generator for known in list(self.generators) if (generator := known()) is not None]
+
+    def turn(self, *, idle: bool) -> None:
+        """The generation loop asks for the next request; `idle`: it waits for one, as it has nothing else to do."""
+        self.comes_up()
+        self.turns += 1
+        if idle:
+            self.leaving.clear()
+
+    def comes_up(self) -> None:
+        """What was to be loaded at boot is loaded."""
+        if not self.up:
+            self.up_since = time.monotonic()
+            self.up = True
+
+    def ask_to_stop(self) -> bool:
+        """Raise the flag that ends the generation loop, as stock does. False where there is none that is known."""
+        flag = anatomy.parts_of(self.generator).stop_flag or anatomy.stop_flag(self.generator)
+        if flag is None:
+            return False
+        setattr(self.generator, flag, True)
+        return True
 
     @property
     def uptime(self) -> float:
@@ -162,7 +205,7 @@ class Engine:
     @property
     def stopping(self) -> bool:
         """Whether the server was asked to stop, by SIGINT or by stop_and_join."""
-        return bool(getattr(self.generator, "_stop", False))
+        return anatomy.is_asked_to_stop(self.generator)
 
     @property
     def closing(self) -> bool:
@@ -171,7 +214,7 @@ class Engine:
 
     @property
     def generation_thread(self) -> threading.Thread | None:
-        return getattr(self.generator, "_generation_thread", None)
+        return anatomy.thread_of(self.generator) or anatomy.parts_of(self.generator).thread or self.generating
 
     @property
     def generation_is_over(self) -> bool:
@@ -200,9 +243,10 @@ class Engine:
         """Requests whose handler has not finished answering."""
         return len(self.serving)
 
-    def open(self, request: Any, handler: Any) -> Entry:
-        """A new entry of the ledger."""
-        entry = Entry(next(self._numbers), request, handler, self.clock)
+    def open(self, parts: tuple[Any, ...], handler: Any) -> Entry:
+        """A new entry of the ledger, for what is handed to the engine."""
+        entry = Entry(next(self._numbers), parts, handler, self.clock)
+        entry.opened = self.serving.get(threading.get_ident(), entry.opened)
         entry.mark, entry.step = self.deliveries, self.steps
         self.counters["requests"] += 1
         self.entries[entry.id] = entry
@@ -226,17 +270,17 @@ class Engine:
         """Have its generation stopped, wherever it is; others go on."""
         entry.stopped = True
         if entry.context is not None:
-            entry.context.stop()
+            _stop(entry.context)
         elif entry.phase == QUEUED:
             self._withdraw(entry)
 
     def _withdraw(self, entry: Entry) -> None:
         """Take a request that nobody waits for out of the server's queue."""
-        requests = getattr(self.generator, "requests", None)
+        requests = self.requests
         if requests is not None:
             with requests.mutex:
                 for index, item in enumerate(requests.queue):
-                    if item[0] is entry.queue:
+                    if isinstance(item, (tuple, list)) and any(part is entry.queue for part in item):
                         del requests.queue[index]
                         entry.phase = FINISHED
                         self.let_go(entry)
@@ -244,8 +288,11 @@ class Engine:
 
     def entry_of(self, request: Any) -> Entry | None:
         """The entry of a stock CompletionRequest, by identity."""
-        known = [*list(self.entries.values()), *list(self.leaving.values())]
-        return next((entry for entry in known if entry.request is request), None)
+        return next((e for e in self.known() if any(part is request for part in e.parts)), None)
+
+    def known(self) -> list[Entry]:
+        """Every request that the engine may be computing for, whether or not its handler still waits."""
+        return [*list(self.entries.values()), *list(self.leaving.values())]
 
     def fail_waiting(self, error: ShimError) -> None:
         """Wake every waiting handler with `error`."""
@@ -259,6 +306,17 @@ class Engine:
         deadline = time.monotonic() + seconds
         while (self.serving or self.accepted) and time.monotonic() < deadline:
             threading.Event().wait(0.005)
+
+
+def _stop(context: Any) -> None:
+    """Have the generation loop end what it does for a stock GenerationContext, by its method or by the flag behind it."""
+    stop = getattr(context, "stop", None)
+    if callable(stop):
+        stop()
+        return
+    for name, value in vars(context).items():
+        if value is False and "stop" in name.lower():
+            setattr(context, name, True)
 
 
 engine = Engine()

@@ -1,37 +1,64 @@
-"""Where the engine's facts come from: wrappers around the stock server that watch it and change nothing."""
+"""Where the engine's facts come from: wrappers around the stock server that watch it, each fact by itself.
+
+A fact whose names are not there is lost, with the reason; the others are watched all the same (shim/facts.py).
+"""
 
 from __future__ import annotations
 
-import queue
+import functools
+import inspect
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from . import fatal, ledger, patch, report, watchdog
+from . import anatomy, facts, fatal, ledger, patch, report, trial, verdicts, watchdog
 from .engine import Entry, engine
+
+SERVED = 3  # answers of status 200 after which each fact that belongs to every request has been seen
 
 
 def install(server: Any, on_start: Callable[[], None]) -> None:
     """Keep `engine` current, and call `on_start` when a server starts (a mere import of mlx_lm.server is none)."""
+    _watch_starts(server, on_start)
+    for name, begin in {
+        "joins": _watch_joins,
+        "boot": _watch_boot,
+        "loads": _watch_loads,
+        "turns": _watch_turns,
+        "tokenizing": _watch_tokenizing,
+        "single": _watch_single,
+        "steps": _watch_steps,
+        "batch": _watch_batch,
+        "handlers": _watch_handlers,
+        "answers": _watch_answers,
+        "deliveries": trial.deliveries,
+        "asked to stop": _find_stop,
+    }.items():
+        facts.watch(name, functools.partial(begin, server))
+    watchdog.add(_look)
+
+
+def _watch_starts(server: Any, on_start: Callable[[], None]) -> None:
+    """A server starts with the first of these that is called; what begins then begins once."""
+
+    def begin() -> None:
+        _framed(fatal.prepare, on_start, watchdog.start)
 
     def starts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        _framed(fatal.prepare, on_start, watchdog.start)
-        engine.attach(instance)
+        begin()
+        before = set(threading.enumerate())
+        engine.generator = instance
         engine.ending = None  # a program that stopped one server may start another
-        return wrapped(*args, **kwargs)
-
-    def make_queue(*args: Any, **kwargs: Any) -> queue.Queue[Any]:
-        """What the server's name `Queue` is now: a response queue where `generate` opens a request, else the stock one."""
-        entry = getattr(engine.local, "entry", None)
-        if entry is None:
-            return queue.Queue(*args, **kwargs)
-        engine.local.entry = None
-        return ledger.ResponseQueue(entry, server.Response)
+        result = wrapped(*args, **kwargs)
+        _adopt(instance, before)
+        return result
 
     def runs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        _framed(on_start)
+        begin()
         engine.running += 1
         engine.runner, engine.run_error = threading.current_thread(), None
         try:
@@ -42,21 +69,43 @@ def install(server: Any, on_start: Callable[[], None]) -> None:
         finally:
             engine.running -= 1
 
-    patch.wrap(server, "run", runs)  # first, and alone in every release: a server of any shape says what it lacks
-    patch.wrap(server, "ResponseGenerator.__init__", starts)
-    patch.wrap(server, "ResponseGenerator.generate", _generate)
-    patch.wrap(server, "ResponseGenerator._serve_single", _serve_single)
-    patch.wrap(server, "ResponseGenerator._next_request", _next_request)
-    patch.wrap(server, "ResponseGenerator._tokenize", patch.after(_tokenized))
-    patch.wrap(server, "ResponseGenerator._tokenize", _tokenize)
-    patch.wrap(server, "BatchGenerator.insert_segments", patch.after(_inserted))
-    patch.wrap(server, "BatchGenerator.next", patch.after(_stepped))
-    patch.wrap(server, "BatchGenerator.remove", patch.after(_removed))
-    patch.wrap(server, "BatchGenerator.close", patch.after(_closed))
-    patch.wrap(server, "ModelProvider.load_default", _load_default)
-    patch.wrap(server, "ModelProvider._load", _load)
-    patch.wrap(server, "APIHandler.handle_completion", _handle_completion)
-    server.Queue = make_queue
+    facts.watch("starts", lambda: patch.wrap(server, "ResponseGenerator.__init__", starts))
+    for path in ("run", "_run_http_server"):
+        patch.try_wrap(server, path, runs)
+
+
+def _adopt(generator: Any, before: set[threading.Thread] | None) -> None:
+    """Know a generator's parts, and watch what is put on its queues."""
+    try:
+        engine.attach(generator, before)
+        ledger.watch(generator, engine)
+    except Exception as error:
+        facts.lose("deliveries", report.one_line(error))
+
+
+def _look() -> None:
+    """Called by the watchdog: find a generator that was not seen when it was made, and facts that are never seen."""
+    if engine.generator is None and not facts.has("starts"):
+        generator = anatomy.running_generator()
+        if generator is not None:
+            _adopt(generator, None)
+    if engine.served >= SERVED:
+        _lose_unseen()
+
+
+def _lose_unseen() -> None:
+    """A wrapper that is in place, and that no request has passed, is in the wrong place."""
+    single = facts.known["single"].seen
+    batched = facts.has("steps") and engine.steps > 0
+    facts.lose_unseen(
+        f"{engine.served} requests were served and none was seen",
+        also={
+            "deliveries": engine.deliveries == 0,
+            "turns": engine.turns == 0 and not engine.rank,
+            "steps": engine.steps == 0 and not single,
+            "batch": batched and engine.batch() is None,
+        },
+    )
 
 
 def _framed(*steps: Callable[[], None]) -> None:
@@ -68,11 +117,39 @@ def _framed(*steps: Callable[[], None]) -> None:
             report.line(f"{step.__module__}.{step.__name__} failed: {error!r}")
 
 
+def _find_stop(server: Any) -> None:
+    """A generator's flag is looked for when it is made; that the class has one is seen in a trial."""
+    generator = trial.generator(server)
+    if generator is not None and anatomy.stop_flag(generator) is None and not facts.has("joins"):
+        raise LookupError("the generator holds no flag that says stop")
+
+
+def _watch_joins(server: Any) -> None:
+    patch.wrap(server, "ResponseGenerator.stop_and_join", _stop_and_join)
+
+
+def _stop_and_join(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    anatomy.parts_of(instance).asked_to_stop = True
+    return wrapped(*args, **kwargs)
+
+
+def _watch_boot(server: Any) -> None:
+    patch.wrap(server, "ModelProvider.load_default", _load_default)
+
+
 def _load_default(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     engine.booting = True  # left so where it raises: death in a load at boot is told from death in service by this
     result = wrapped(*args, **kwargs)
     engine.booting = False
+    if not facts.has("turns"):
+        engine.comes_up()
     return result
+
+
+def _watch_loads(server: Any) -> None:
+    """`_load` is called where there is something to load; releases before 0.31.3 have `load` alone."""
+    path = "ModelProvider._load" if verdicts.has(server, "ModelProvider._load") else "ModelProvider.load"
+    patch.wrap(server, path, _load)
 
 
 def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -83,7 +160,12 @@ def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         engine.loading -= 1
 
 
+def _watch_single(server: Any) -> None:
+    patch.wrap(server, "ResponseGenerator._serve_single", _serve_single)
+
+
 def _serve_single(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    facts.saw("single")
     engine.single = True
     try:
         return wrapped(*args, **kwargs)
@@ -92,35 +174,67 @@ def _serve_single(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         engine.leaving.clear()  # there is no batch beside it
 
 
+def _watch_turns(server: Any) -> None:
+    patch.wrap(server, "ResponseGenerator._next_request", _next_request)
+
+
 def _next_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Stock waits for a request, rather than glance at the queue, where it has nothing else to do."""
-    if not engine.up:
-        engine.up_since = time.monotonic()
-        engine.up = True
-    engine.turns += 1
-    if (args[0] if args else kwargs.get("timeout")) is not None:
-        engine.leaving.clear()
+    engine.turn(idle=patch.given(wrapped, args, kwargs, "timeout", 0) is not None)
     return wrapped(*args, **kwargs)
 
 
+def _watch_tokenizing(server: Any) -> None:
+    patch.wrap(server, "ResponseGenerator._tokenize", _tokenize)
+
+
 def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """The tokens are the first of several results, or (0.30.7) all there is."""
+    facts.saw("tokenizing")
     engine.tokenizing = True
     try:
-        return wrapped(*args, **kwargs)
+        result = wrapped(*args, **kwargs)
     finally:
         engine.tokenizing = False
-
-
-def _tokenized(generator: Any, args: Any, kwargs: Any, result: Any) -> None:
-    entry = engine.entry_of(args[1] if len(args) > 1 else kwargs.get("request"))
-    if entry is not None:
-        entry.prompt = len(result[0])
+    entry = engine.entry_of(patch.given(wrapped, args, kwargs, "request", 1))
+    prompt = result[0] if isinstance(result, tuple) and result else result
+    if entry is not None and hasattr(prompt, "__len__"):
+        entry.prompt = len(prompt)
+    return result
 
 
 def entries_of(batch: Any) -> dict[int, Entry]:
     """The requests in a BatchGenerator, by their uid there."""
     entries: dict[int, Entry] = batch.__dict__.setdefault("_shim_entries", {})
     return entries
+
+
+def _watch_steps(server: Any) -> None:
+    patch.wrap(server, "BatchGenerator.next", patch.after(_stepped))
+
+
+def _stepped(batch: Any, args: Any, kwargs: Any, responses: Any) -> None:
+    engine.steps += 1
+
+
+def _watch_batch(server: Any) -> None:
+    """Whose sequence a uid is. Releases before 0.31.2 have none of these names, and neither does their batch need it."""
+    lost = functools.partial(facts.lose, "batch")
+    verdicts.require(
+        server, "BatchGenerator.insert_segments", "BatchGenerator.remove(uids)", "BatchGenerator.close",
+        "BatchGenerator.next",
+    )  # fmt: skip
+    patch.wrap(server, "BatchGenerator.insert_segments", patch.after(_inserted, lost))
+    patch.wrap(server, "BatchGenerator.next", patch.after(_finished, lost))
+    patch.wrap(server, "BatchGenerator.remove", patch.after(_removed, lost))
+    patch.wrap(server, "BatchGenerator.close", patch.after(_closed, lost))
+
+
+def _removed(batch: Any, args: Any, kwargs: Any, result: Any) -> None:
+    for uid in args[0] if args else kwargs["uids"]:
+        entry = entries_of(batch).pop(uid, None)
+        if entry is not None:
+            engine.let_go(entry)
 
 
 def _inserted(batch: Any, args: Any, kwargs: Any, uids: Any) -> None:
@@ -134,18 +248,10 @@ def _inserted(batch: Any, args: Any, kwargs: Any, uids: Any) -> None:
         engine.batch = weakref.ref(batch)
 
 
-def _stepped(batch: Any, args: Any, kwargs: Any, responses: Any) -> None:
-    engine.steps += 1
+def _finished(batch: Any, args: Any, kwargs: Any, responses: Any) -> None:
     for response in responses[1]:
         if response.finish_reason is not None:
             entries_of(batch).pop(response.uid, None)
-
-
-def _removed(batch: Any, args: Any, kwargs: Any, result: Any) -> None:
-    for uid in args[0] if args else kwargs["uids"]:
-        entry = entries_of(batch).pop(uid, None)
-        if entry is not None:
-            engine.let_go(entry)
 
 
 def _closed(batch: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -153,25 +259,16 @@ def _closed(batch: Any, args: Any, kwargs: Any, result: Any) -> None:
         engine.let_go(entry)
 
 
-def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Open the entry. It closes with its handler, or, where a program calls `generate` itself, with its last delivery."""
-    handler = getattr(engine.local, "handler", None)
-    entry = engine.open(args[0] if args else kwargs.get("request"), handler)
-    engine.local.entry = entry
-    try:
-        result = wrapped(*args, **kwargs)
-    except BaseException:
-        entry.outcome = entry.outcome or "failed"
-        engine.close(entry)
-        raise
-    finally:
-        engine.local.entry = None
-    if handler is not None:
-        engine.local.opened = entry
-    return result
+def _watch_handlers(server: Any) -> None:
+    patch.wrap(server, "APIHandler.handle_completion", _handle_completion)
 
 
 def _handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    facts.saw("handlers")
+    return _answering(wrapped, instance, args, kwargs)
+
+
+def _answering(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     me = threading.get_ident()
     engine.serving[me] = time.monotonic()
     engine.local.handler, engine.local.opened = instance, None
@@ -182,3 +279,64 @@ def _handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
             engine.close(engine.local.opened)
         engine.local.handler = engine.local.opened = None
         engine.serving.pop(me, None)
+
+
+def _watch_answers(server: Any) -> None:
+    """By names that http.server dictates, on whatever class of the server's handles requests."""
+    name = handler_name(server)
+    patch.wrap(server, f"{name}.do_POST", _do_post)
+    patch.wrap(server, f"{name}.send_response", patch.after(_responded))
+
+
+def handler_name(server: Any) -> str:
+    """The name of the server's request handler: APIHandler, else the class of that kind."""
+    own: list[str] = [name for name, value in vars(server).items() if _handles(value)]
+    if "APIHandler" in own or not own:
+        return "APIHandler"
+    return own[0]
+
+
+def _handles(value: Any) -> bool:
+    is_handler = inspect.isclass(value) and issubclass(value, BaseHTTPRequestHandler)
+    return is_handler and anatomy.is_of_mlx_lm(getattr(sys.modules.get(value.__module__), "__file__", None) or "")
+
+
+def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    facts.saw("answers")
+    me = threading.get_ident()
+    engine.local.status = None
+    answer = engine.answers[me] = _Answer(instance.wfile) if not facts.has("deliveries") else None
+    if answer is not None:
+        instance.wfile = answer
+    try:
+        if facts.has("handlers"):
+            return wrapped(*args, **kwargs)
+        return _answering(wrapped, instance, args, kwargs)
+    finally:
+        engine.answers.pop(me, None)
+        if engine.local.status == 200:  # noqa: PLR2004
+            engine.served += 1
+
+
+def _responded(handler: Any, args: Any, kwargs: Any, result: Any) -> None:
+    engine.local.status = args[0] if args else kwargs.get("code")
+
+
+class _Answer:
+    """A handler's `wfile`, and when bytes were last written to it: all that is seen where deliveries are not."""
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+        self.began = engine.clock
+        self.writing = False
+
+    def write(self, data: bytes) -> Any:
+        self.writing = True  # a client that does not read is no fault of the engine
+        try:
+            return self.raw.write(data)
+        finally:
+            self.writing = False
+            self.began = engine.clock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)

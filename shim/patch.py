@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import report
+from . import report, verdicts
 
 # (wrapped, instance, args, kwargs) -> result, as wrapt has it.
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -40,14 +42,26 @@ def _import_wrapt() -> tuple[Any, str]:
 wrapt, missing = _import_wrapt()
 
 
+# What `undone_on_error` would have to restore: owner, name, and what was there (None: nothing of its own).
+_journal: list[tuple[Any, str, Any]] = []
+
+
 def wrap(module: Any, path: str, wrapper: Wrapper) -> None:
-    """Wrap the function at `path` in `module`, such as "ResponseGenerator._generate". AttributeError if it is not there."""
+    """Wrap the function at `path` in `module`, such as "ResponseGenerator._generate".
+
+    Raises verdicts.Incompatible if it is not there, or is a generator function: that returns before it has done
+    anything, and a wrapper around it would see nothing.
+    """
+    stock = verdicts.find(module, path)
+    plain = inspect.unwrap(stock)
+    if inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain):
+        raise verdicts.Incompatible(f"{path} of {module.__name__} is a generator or coroutine")
+    *parents, name = path.split(".")
+    owner = functools.reduce(getattr, parents, module)
+    _journal.append((owner, name, vars(owner).get(name)))
     if wrapt is not None:
         wrapt.wrap_function_wrapper(module, path, wrapper)
         return
-    *parents, name = path.split(".")
-    owner = functools.reduce(getattr, parents, module)
-    stock = getattr(owner, name)
 
     if isinstance(owner, type):
 
@@ -64,10 +78,63 @@ def wrap(module: Any, path: str, wrapper: Wrapper) -> None:
     setattr(owner, name, replacement)
 
 
-def after(note: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> Wrapper:
+def try_wrap(module: Any, path: str, wrapper: Wrapper) -> bool:
+    """As `wrap`, for what a guard can do without: whether it was wrapped."""
+    try:
+        wrap(module, path, wrapper)
+    except verdicts.Incompatible:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def undone_on_error() -> Iterator[None]:
+    """Where the body raises, what it had wrapped until then is unwrapped: stock is then as it was.
+
+    Not so at a refusal: a guard that cannot do what was asked for has closed what it could.
+    """
+    begin = len(_journal)
+    try:
+        yield
+    except verdicts.Refused:
+        raise
+    except BaseException:
+        while len(_journal) > begin:
+            owner, name, former = _journal.pop()
+            if former is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, former)
+        raise
+
+
+def given(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, position: int) -> Any:
+    """One argument of a call that a wrapper got: by its name, else where the signature of stock's function has it.
+
+    `position` counts without self; it holds where the signature does not tell. None where the call does not have it.
+    """
+    if name in kwargs:
+        return kwargs[name]
+    index = _position(getattr(inspect.unwrap(wrapped), "__func__", wrapped), name, position)
+    return args[index] if len(args) > index else None
+
+
+@functools.lru_cache(maxsize=256)
+def _position(function: Any, name: str, otherwise: int) -> int:
+    try:
+        names = [n for n in inspect.signature(function).parameters if n != "self"]
+    except (TypeError, ValueError):
+        return otherwise
+    return names.index(name) if name in names else otherwise
+
+
+def after(
+    note: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None], lost: Callable[[str], None] | None = None
+) -> Wrapper:
     """A wrapper that calls stock and then `note(instance, args, kwargs, result)`.
 
-    It runs where an exception would kill the server: what `note` raises is said once, and from then on it is left out.
+    It runs where an exception would kill the server: what `note` raises is said once, to `lost` as well where it is
+    given, and from then on it is left out.
     """
     working = True
 
@@ -79,6 +146,8 @@ def after(note: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> 
                 note(instance, args, kwargs, result)
             except Exception as error:
                 working = False
+                if lost is not None:
+                    lost(f"{type(error).__name__}: {error}")
                 report.line(f"{note.__module__}.{note.__name__} failed and is off from now on: {error!r}")
         return result
 

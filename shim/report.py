@@ -13,7 +13,8 @@ PREFIX = "mlx-lm-shim: "
 # A write of at most this many bytes to a pipe that select() calls writable does not block (POSIX: PIPE_BUF is >= 512).
 _ATOMIC = 512
 
-Kind = Literal["active", "retired", "off", "incompatible", "failed"]
+Kind = Literal["active", "degraded", "retired", "off", "incompatible", "failed"]
+KINDS: tuple[Kind, ...] = ("active", "degraded", "off", "retired", "incompatible", "failed")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,13 @@ def version_of(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "unknown"
+
+
+def failed(guard: str, why: str) -> None:
+    """A guard that is at work turns out not to be able to: its state, and a line, once."""
+    if states.get(guard, State("active")).kind != "failed":
+        states[guard] = State("failed", why)
+        line(f"{guard} failed: {why}")
 
 
 def enable_debug() -> None:

@@ -24,6 +24,7 @@ from .values import (
     parse_names,
     parse_optional_size,
     parse_size,
+    parse_strict,
     parse_switch,
     parse_wired,
 )
@@ -42,9 +43,10 @@ def _setting(default: str, kind: str, parse: Callable[[str], Any], meaning: str,
 class Settings:
     """The settings in force. A field `exit_grace` is the variable MLX_SHIM_EXIT_GRACE."""
 
-    strict: bool = _setting(
-        "0", "switch", parse_switch,
-        "a guard that is on but incompatible or failed, or a value that cannot be parsed, stops the server at start (78)",
+    strict: int = _setting(
+        "0", "0, 1 or 2", parse_strict,
+        "1: a guard that is on but incompatible or failed, or a value that cannot be parsed, stops the server at start "
+        "(78). 2: a guard that is degraded does so too",
     )  # fmt: skip
     debug: bool = _setting("0", "switch", parse_switch, "more lines on stderr")
     on_death: str = _setting(
@@ -249,6 +251,16 @@ def load(environ: Mapping[str, str] = os.environ) -> tuple[Settings, list[str], 
 
 
 current: Settings = Settings()
+
+
+def in_force(environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
+    """Each variable that differs from its default, and its value as it was given."""
+    found = []
+    for f in fields(Settings):
+        given = environ.get(variable(f.name), "").strip() if f.metadata else ""
+        if given and getattr(current, f.name) != f.default:
+            found.append((variable(f.name), "set" if f.metadata["kind"] == "file" else given))
+    return found
 
 
 def asked_by(*names: str) -> None:

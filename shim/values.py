@@ -24,6 +24,16 @@ def parse_switch(text: str) -> bool:
     raise ValueError("accepted: " + ", ".join((*ON, *OFF)))
 
 
+def parse_strict(text: str) -> int:
+    """0, 1 or 2, or a switch's other words for 0 and 1. Raises ValueError saying what is accepted."""
+    if text.strip() == "2":
+        return 2
+    try:
+        return int(parse_switch(text))
+    except ValueError as error:
+        raise ValueError(f"{error}, 2") from None
+
+
 def parse_duration(text: str) -> float:
     """Seconds from 90, 90s, 1.5m, 500ms or 2h. Raises ValueError saying what is accepted."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|)", text.strip().lower())

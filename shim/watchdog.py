@@ -43,4 +43,6 @@ def _run() -> None:
                 check()
             except Exception as error:
                 _checks.remove(check)
-                report.line(f"watchdog: a check failed and is off from now on: {check.__module__}: {error!r}")
+                report.failed(
+                    check.__module__.rpartition(".")[2], f"its check failed and is off from now on: {error!r}"
+                )

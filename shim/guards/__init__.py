@@ -5,8 +5,10 @@ A guard's module has a docstring that says what goes wrong and how it is answere
     UPSTREAM    where the defect is known, such as "mlx-lm 1505"
     MODULE      the module of mlx_lm whose import brings the guard in
     probe(m)    raises Unasked where nothing asks for the guard, Retired where this version does not have the defect,
-                Incompatible where it cannot be guarded
+                Incompatible where it cannot be guarded; it may return what the guard cannot do here, in words
     apply(m)    wraps names of that module
+    LIVES_BY    where there are any: the facts (shim/facts.py) by which it lives, and what it cannot tell without each;
+                its state is computed from them
     NEEDS       where there is one: the setting the guard works by. Without it the guard is off; with it no server starts
                 unless the guard is at work, or off by its switch
 
@@ -16,7 +18,10 @@ Whether a guard is on is its switch, MLX_SHIM_<NAME>. Guards do not call one ano
 from __future__ import annotations
 
 import importlib
-from typing import Any
+
+from ..verdicts import Incompatible, Refused, Retired, Unasked, require
+
+__all__ = ["GUARDS", "HEART", "Incompatible", "Refused", "Retired", "Unasked", "needs", "require"]
 
 GUARDS = (
     "generation_death",
@@ -62,34 +67,10 @@ GUARDS = (
     "crash_loop",
     "refused_while_down",
 )
-
-
-class Unasked(Exception):
-    """Raised by a probe: nothing asks for what the guard does, and what would."""
-
-
-class Retired(Exception):
-    """Raised by a probe: the defect is not there (any more), and why one can tell."""
-
-
-class Incompatible(Exception):
-    """Raised by a probe: the names the guard needs are not as it knows them, and which."""
-
-
-class Refused(Exception):
-    """Raised by apply: what the guard's setting asks for cannot be given, and why."""
+# What the promise stands on: the server answers, says that it cannot, or exits. Without one of these that is not so.
+HEART = ("generation_death", "stall", "endless_wait", "frozen_interpreter", "untruthful_health", "abrupt_stop")
 
 
 def needs(name: str) -> str | None:
     """The setting that the guard works by, where there is one."""
     return getattr(importlib.import_module(f"{__name__}.{name}"), "NEEDS", None)
-
-
-def require(module: Any, *paths: str) -> None:
-    """Raise Incompatible unless every dotted path exists in `module`."""
-    for path in paths:
-        owner = module
-        for name in path.split("."):
-            if not hasattr(owner, name):
-                raise Incompatible(f"{module.__name__} has no {path}")
-            owner = getattr(owner, name)

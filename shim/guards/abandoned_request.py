@@ -14,26 +14,30 @@ import socket
 import sys
 from typing import Any
 
-from .. import ledger, patch
+from .. import facts, ledger, patch
 from ..engine import Entry, engine
 from ..errors import ClientGone
-from . import require
 
 UPSTREAM = "mlx-lm 362, 405, 677"
 MODULE = "mlx_lm.server"
 
 
+LIVES_BY = {
+    "deliveries": facts.NEEDED,
+    "tokenizing": "a request whose client left just before it was taken up is stopped only then",
+    "batch": "a request that waits in the batch is stopped when its prompt begins",
+    "single": "a prompt that is served alone is computed to its end",
+}
+
+
 def probe(server: Any) -> None:
-    require(
-        server, "ResponseGenerator._tokenize", "ResponseGenerator._serve_single", "BatchGenerator.next",
-        "BatchGenerator.insert_segments", "GenerationContext.stop", "Queue", "Response",
-    )  # fmt: skip
+    """By who waits for what is delivered: the facts tell."""
 
 
 def apply(server: Any) -> None:
     ledger.checks.append(_check)
-    patch.wrap(server, "ResponseGenerator._tokenize", _tokenize)
-    patch.wrap(server, "BatchGenerator.next", patch.after(_stepped))
+    patch.try_wrap(server, "ResponseGenerator._tokenize", _tokenize)
+    patch.try_wrap(server, "BatchGenerator.next", patch.after(_stepped))
 
 
 def _check(entry: Entry) -> None:
@@ -65,7 +69,7 @@ def _is_gone(connection: socket.socket) -> bool:
 
 def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """The first thing done for a request, in a try whose exception goes to that request alone."""
-    request = args[1] if len(args) > 1 else kwargs.get("request")
+    request = patch.given(wrapped, args, kwargs, "request", 1)
     entry = None if engine.distributed else engine.entry_of(request)  # other ranks would go on without us
     if entry is not None and entry.stopped:
         raise ledger.Stopped

@@ -13,9 +13,9 @@ import signal
 import threading
 from typing import Any
 
-from .. import drain, patch, report
+from .. import drain, facts, patch, report, verdicts
 from ..engine import engine
-from . import require
+from ..verdicts import Incompatible
 
 UPSTREAM = "no issue known; mlx_lm/server.py handles KeyboardInterrupt alone"
 MODULE = "mlx_lm.server"
@@ -23,21 +23,27 @@ MODULE = "mlx_lm.server"
 _DEFAULTS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 
 
-def probe(server: Any) -> None:
-    require(
-        server,
-        "run",
-        "_run_http_server",
-        "ResponseGenerator.__init__",
-        "ResponseGenerator._share_request",
-        "APIHandler.do_POST",
-    )
+LIVES_BY = {
+    "asked to stop": "the generation thread goes with the process, its loop not left",
+    ("handlers", "answers"): facts.NEEDED,
+    ("turns", "boot", "deliveries"): "requests in flight are not waited for",
+}
+# Where signals begin to be handled: the second for a program that calls it by itself.
+RUNS = ("run", "_run_http_server")
+
+
+def probe(server: Any) -> str:
+    if not any(verdicts.has(server, path) for path in RUNS):
+        raise Incompatible(f"{server.__name__} has neither {' nor '.join(RUNS)}")
+    if verdicts.has(server, "ResponseGenerator._share_request"):
+        return ""
+    return "servers that share a model stop one after another"
 
 
 def apply(server: Any) -> None:
     drain.install(server)
-    patch.wrap(server, "run", _handling)
-    patch.wrap(server, "_run_http_server", _handling)  # for a program that calls it by itself
+    for path in RUNS:
+        patch.try_wrap(server, path, _handling)
 
 
 def _handling(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

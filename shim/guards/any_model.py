@@ -21,7 +21,7 @@ MODULE = "mlx_lm.server"
 
 def probe(server: Any) -> None:
     settings.asked_by("allowed_models")
-    require(server, "ResponseGenerator.generate", "scan_cache_dir")
+    require(server, "ResponseGenerator.generate(request, generation_args)", "scan_cache_dir")
 
 
 def apply(server: Any) -> None:

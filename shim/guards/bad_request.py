@@ -22,7 +22,12 @@ PIECE = 1 << 16  # bytes read at a time: no buffer of the announced size for a c
 
 
 def probe(server: Any) -> None:
-    require(server, "APIHandler.do_POST", "APIHandler._set_completion_headers", "APIHandler._set_cors_headers")
+    require(
+        server,
+        "APIHandler.do_POST",
+        "APIHandler._set_completion_headers(status_code)",
+        "APIHandler._set_cors_headers()",
+    )
 
 
 def apply(server: Any) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .. import breaker, errors, fatal, http, ledger, memory, patch, report, settings, state_file
+from .. import breaker, errors, facts, fatal, http, ledger, memory, patch, report, settings, state_file
 from ..account import Account
 from ..engine import Entry, Hold, engine
 from ..state_file import State, StateFile
@@ -24,6 +24,7 @@ from . import require
 
 UPSTREAM = "no issue known; with generation_death a fault of every start becomes a loop"
 MODULE = "mlx_lm.server"
+LIVES_BY = {"boot": facts.NEEDED}
 
 POLL = 0.1  # seconds after which a stop is noticed
 READ_LIMIT = 2.0  # seconds a start waits for the folder; a dead network file system never answers
@@ -37,12 +38,12 @@ _NO_DEATHS = (fatal.STOPPED, fatal.EX_OSERR, fatal.EX_TEMPFAIL)
 
 
 def probe(server: Any) -> None:
-    require(server, "ModelProvider.load_default", "ResponseGenerator.stop_and_join", "APIHandler.do_POST")
+    require(server, "ModelProvider.load_default", "APIHandler.do_POST")
 
 
 def apply(server: Any) -> None:
     patch.wrap(server, "ModelProvider.load_default", _load_default)
-    patch.wrap(server, "ResponseGenerator.stop_and_join", _stop_and_join)
+    patch.try_wrap(server, "ResponseGenerator.stop_and_join", _stop_and_join)
     patch.wrap(server, "APIHandler.do_POST", _do_post)
     ledger.checks.append(_check)
     fatal.at_end(_end)
@@ -63,7 +64,7 @@ def _load_default(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             _account.post(_account.loads)  # else this run, should it die, is taken for one that had only waited
     if engine.closing:
         if engine.generator is not None and not engine.distributed:
-            engine.generator._stop = True  # else the loop that comes next takes what is queued, and loads its model
+            engine.ask_to_stop()  # else the loop that comes next takes what is queued, and loads its model
         return None
     result = wrapped(*args, **kwargs)
     if account is not None:

@@ -33,7 +33,7 @@ def _drop() -> None:
 
 def probe(server: Any) -> None:
     require(
-        server, "ResponseGenerator.generate", "ModelProvider.load", "ModelProvider._load", "ModelDescription", "load",
+        server, "ResponseGenerator.generate(request, generation_args)", "ModelProvider.load", "ModelProvider._load", "ModelDescription", "load",
     )  # fmt: skip
     provider = object.__new__(server.ModelProvider)
     provider.model_key = former = ("a model", None, None)

@@ -11,43 +11,48 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from .. import errors, ledger, patch, settings
+from .. import errors, facts, ledger, patch, settings
 from ..engine import Entry, engine
-from . import require
 
 UPSTREAM = "mlx-lm 1505, 1598, 1834"
 MODULE = "mlx_lm.server"
+LIVES_BY = {
+    "deliveries": facts.NEEDED,
+    "joins": "after an orderly stop who still waits is told within a second, or cut",
+    "loads": "MLX_SHIM_WHILE_LOADING=reject tells nobody",
+}
 
 
 def probe(server: Any) -> None:
-    require(server, "ResponseGenerator.generate", "ResponseGenerator.stop_and_join", "Queue", "Response")
+    """By what is handed to the engine, and waits for it: the facts tell."""
 
 
 def apply(server: Any) -> None:
     ledger.checks.append(_check)
-    patch.wrap(server, "ResponseGenerator.generate", _admit)
-    patch.wrap(server, "ResponseGenerator.stop_and_join", _stop_and_join)
+    ledger.admissions.append(_admit)
+    patch.try_wrap(server, "ResponseGenerator.stop_and_join", _stop_and_join)
 
 
 def _check(entry: Entry) -> None:
-    if engine.ending is not None:
-        raise engine.ending
-    if engine.generation_is_over:
-        raise errors.shutting_down() if engine.stopping else errors.engine_dead()
+    _refuse_if_over()
     limit = settings.current.request_timeout
     if limit and time.monotonic() - entry.opened > limit:
         entry.outcome = "timed_out"
         raise errors.request_timeout(limit)
 
 
-def _admit(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def _admit() -> None:
+    """Before a request is handed to the engine."""
+    _refuse_if_over()
+    if settings.current.while_loading == "reject" and (engine.loading or engine.booting):
+        raise errors.model_loading()
+
+
+def _refuse_if_over() -> None:
     if engine.ending is not None:
         raise engine.ending
     if engine.generation_is_over:
         raise errors.shutting_down() if engine.stopping else errors.engine_dead()
-    if settings.current.while_loading == "reject" and (engine.loading or engine.booting):
-        raise errors.model_loading()
-    return wrapped(*args, **kwargs)
 
 
 def _stop_and_join(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ class _Answer(Exception):
 
 def probe(server: Any) -> None:
     require(
-        server, "APIHandler.handle_completion", "APIHandler._set_completion_headers", "APIHandler._set_cors_headers",
+        server, "APIHandler.handle_completion", "APIHandler._set_completion_headers(status_code)", "APIHandler._set_cors_headers",
         "APIHandler.do_POST", "ResponseGenerator._tokenize", "ModelProvider.load",
     )  # fmt: skip
 

@@ -22,7 +22,9 @@ _PROBE = [1, 2, 3]
 
 def probe(cache: Any) -> None:
     """Fetch what was just inserted."""
-    require(cache, "LRUPromptCache.fetch_nearest_cache", "LRUPromptCache.insert_cache", "KVCache", "mx.zeros")
+    require(
+        cache, "LRUPromptCache.fetch_nearest_cache(model, tokens)", "LRUPromptCache.insert_cache", "KVCache", "mx.zeros"
+    )
     layer = cache.KVCache()
     token = cache.mx.zeros((1, 1, len(_PROBE), 1))
     layer.update_and_fetch(token, token)

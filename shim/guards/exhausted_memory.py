@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any
 
-from .. import drain, fatal, memory, patch, report, settings, watchdog, weights
+from .. import drain, facts, fatal, memory, patch, report, settings, watchdog, weights
 from ..engine import FINISHED, QUEUED, Entry, engine
 from ..errors import ShimError, memory_pressure
 from ..memory import Usage, shown
@@ -21,6 +21,11 @@ from . import require
 
 UPSTREAM = "mlx-lm 854, 883, 1390, 1480, 1666; mlx 3186, 3346"
 MODULE = "mlx_lm.server"
+LIVES_BY = {
+    "turns": facts.NEEDED,
+    "deliveries": "no request can be ended for its memory",
+    "steps": "a trim waits for the next turn",
+}
 
 EVERY = 1.0  # seconds between two looks
 MARGIN = 1.05  # times what the process has with its model up: a limit below that leaves nothing to serve with
@@ -196,8 +201,7 @@ class _Guard:
         """What it is told. One that crosses hard by itself would do so again: it is not told to come back."""
         if victim.phase == QUEUED:  # it has taken nothing yet: a model that is being loaded has, or somebody else
             return memory_pressure()
-        known = [*list(engine.entries.values()), *list(engine.leaving.values())]
-        if any(entry is not victim and entry.phase not in (QUEUED, FINISHED) for entry in known):
+        if any(entry is not victim and entry.phase not in (QUEUED, FINISHED) for entry in engine.known()):
             return memory_pressure()
         try:
             generator = engine.generator

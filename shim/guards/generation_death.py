@@ -2,8 +2,12 @@
 
 mlx-lm 0.31.3 runs `_generate` as the thread's target, so threading.excepthook sees the death; from 0.32 a wrapper
 swallows the exception and sets a flag. Either way the process never exits, and no supervisor restarts it. Here the
-dying thread itself ends the process: 70 once the model had come up, 78 when it never did, so that a supervisor can
-tell a crash from a typing error.
+process ends: with 78 where the model of --model is known never to have come up, so that a supervisor can tell a typing
+error from a crash, else with 70.
+
+A death is seen in four ways, each of which needs less of stock than the one before: by a wrapper around the loop, in
+the dying thread; by threading.excepthook, for the thread that a generator started; likewise for any thread
+that was started for the loop's function; and by the watchdog, for a generation thread that is gone.
 """
 
 from __future__ import annotations
@@ -13,46 +17,69 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
-from .. import fatal, patch, report
+from .. import anatomy, facts, fatal, patch, report, trial, verdicts, watchdog
 from ..engine import engine
-from . import require
 
 UPSTREAM = "mlx-lm 1505, 1514, 1791, 1909"
 MODULE = "mlx_lm.server"
+LIVES_BY = {
+    "asked to stop": "a generation thread that ends is a death while the server accepts connections",
+    ("boot", "turns"): "a model that cannot be loaded at start ends it with 70, not 78",
+}
+
+# The functions within which the loop runs, innermost first.
+LOOPS = ("ResponseGenerator._generate", "ResponseGenerator._run_generate")
+_NAMES = tuple(path.rpartition(".")[2] for path in LOOPS)
 
 
-def probe(server: Any) -> None:
-    require(server, "ResponseGenerator._generate", "ResponseGenerator.stop_and_join", "ModelProvider.load_default")
+def probe(server: Any) -> str:
+    """Have a copy of stock's loop die, and see which way tells of it. Returns what is lost, if anything is."""
+    told: list[str] = []
+
+    def looping(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return wrapped(*args, **kwargs)
+        except BaseException:
+            told.append("loop")
+            return None
+
+    died = trial.deaths(server, lambda copy: _wrap(copy, looping), lambda _: told.append("hook"))
+    if told or not died:
+        return ""
+    return "in a trial only the watchdog saw the death: it is told within a second, without its reason"
 
 
 def apply(server: Any) -> None:
-    patch.wrap(server, "ResponseGenerator._generate", _generate)
-    if hasattr(server.ResponseGenerator, "_run_generate"):
-        patch.wrap(server, "ResponseGenerator._run_generate", _run_generate)
+    facts.watch("loop", lambda: _wrap(server, _looping))
     threading.excepthook = _Hook(threading.excepthook)
+    watchdog.add(_look)
 
 
-def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def _wrap(server: Any, wrapper: patch.Wrapper) -> None:
+    wrapped = [path for path in LOOPS if patch.try_wrap(server, path, wrapper)]
+    if not wrapped:
+        raise verdicts.Incompatible(f"{server.__name__} has neither {' nor '.join(LOOPS)}")
+
+
+def _looping(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Around the thread's whole life. Ends the process here, in that thread, whoever catches what outside."""
     engine.attach(instance)
     try:
         result = wrapped(*args, **kwargs)
     except BaseException as error:
-        if instance._stop:
+        if anatomy.is_asked_to_stop(instance):
             raise  # an orderly stop is under way: what goes wrong in it is the stock server's to show
         _die(error)
-    if not instance._stop:
+    if _is_no_stop(instance):
         _die(None)
     return result
 
 
-def _run_generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around what swallows the exception, for a subclass that has a `_generate` of its own."""
-    engine.attach(instance)
-    result = wrapped(*args, **kwargs)
-    if not instance._stop:
-        _die(None)
-    return result
+def _is_no_stop(generator: Any) -> bool:
+    """Whether a loop that ends was not asked to. Where that cannot be seen: whether connections are still accepted."""
+    if anatomy.is_asked_to_stop(generator):
+        return False
+    return facts.has("asked to stop") or anatomy.is_serving()
 
 
 class _Hook:
@@ -69,24 +96,39 @@ class _Hook:
 
 
 def _is_generation(args: Any) -> bool:
-    """By identity, then by the loop's own frame. Never by the thread's name: other programs use those names too."""
-    if any(args.thread is getattr(generator, "_generation_thread", engine) for generator in engine.generators):
+    """By identity, then by stock's own frames. Never by the thread's name: other programs use those names too."""
+    if args.thread is engine.generating or any(args.thread is anatomy.thread_of(g) for g in engine.living()):
         return True
-    return any(_is_loop(frame.f_code) for frame, _ in traceback.walk_tb(args.exc_traceback))
+    code = _first_code(args.exc_traceback)
+    if code is None:
+        return False
+    named = code.co_name in _NAMES and anatomy.is_of_mlx_lm(code.co_filename)
+    return named or any(anatomy.runs(generator, code) for generator in engine.living())
 
 
-def _is_loop(code: Any) -> bool:
-    """Whether `code` is the generation loop of mlx_lm/server.py, and no namesake in somebody else's server.py."""
-    server = sys.modules.get(MODULE)
-    named = code.co_name in ("_generate", "_run_generate")
-    return named and server is not None and code.co_filename == getattr(server, "__file__", None)
+def _first_code(trace: Any) -> Any:
+    """The code that a thread was started for: the first of its frames that is not threading's or a wrapper's."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(trace)]
+    return next((code for code in codes if not anatomy.is_passed(code.co_filename)), None)
+
+
+def _look() -> None:
+    """Called by the watchdog: a generation thread that is gone, whatever ended it."""
+    if engine.closing:
+        return
+    for generator in engine.living():
+        thread = anatomy.parts_of(generator).thread
+        gone = thread is not None and thread.ident is not None and not thread.is_alive()
+        if gone and _is_no_stop(generator):
+            _die(None)
 
 
 def _die(error: BaseException | None, show: Any = None) -> NoReturn:
     what = "its loop returned" if error is None else f"{type(error).__name__}: {report.one_line(error)}"
     if engine.draining and engine.rank:  # all were asked to stop, and rank 0 has gone first
         fatal.stop(fatal.STOPPED, f"rank {engine.rank} has nobody left to work with: {what}")
-    if engine.booting:
+    never_up = engine.booting or (not facts.has("boot") and facts.has("turns") and not engine.up)
+    if never_up:
         status, reason = fatal.EX_CONFIG, f"the model {engine.model_name} could not be loaded: {what}"
     else:
         status, reason = fatal.EX_SOFTWARE, f"the generation thread died: {what}"

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .. import drain, fatal, memory, patch, report, settings, watchdog
+from .. import drain, facts, fatal, memory, patch, report, settings, watchdog
 from ..engine import engine
 from ..memory import footprint, shown
 from . import require
 
 UPSTREAM = "mlx-lm 854, 1480, 1845 and others, each a way to grow"
 MODULE = "mlx_lm.server"
+LIVES_BY = {"turns": facts.NEEDED, "deliveries": "requests and tokens are not counted, nor seen to be in flight"}
 
 EVERY = 1.0  # seconds between two looks
 JITTER = 0.1
@@ -29,8 +30,7 @@ TWICE = 2  # times the limit: it no longer waits for an idle moment
 def probe(server: Any) -> None:
     settings.asked_by("recycle_requests", "recycle_tokens", "recycle_age", "recycle_memory")
     require(
-        server, "ResponseGenerator.__init__", "ResponseGenerator._share_request", "ResponseGenerator._next_request",
-        "APIHandler.do_POST", "mx.get_active_memory", "mx.get_cache_memory", "mx.clear_cache",
+        server, "ResponseGenerator._next_request", "mx.get_active_memory", "mx.get_cache_memory", "mx.clear_cache",
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ KNOWN = 1000  # sampling parameters remembered as tried
 
 def probe(server: Any) -> None:
     require(
-        server, "ResponseGenerator._tokenize", "ResponseGenerator._make_state_machine", "_make_sampler",
+        server, "ResponseGenerator._tokenize(tokenizer, request, args)", "ResponseGenerator._make_state_machine", "_make_sampler",
         "_make_logits_processors", "mx.random.state",
     )  # fmt: skip
     if server.mx.random.key(5 << 32 | 7).tolist() != [5, 7]:

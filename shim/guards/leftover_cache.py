@@ -22,8 +22,10 @@ MODULE = "mlx_lm.server"
 
 def probe(server: Any) -> None:
     """See whether an entry of the first model is there when the second has been loaded."""
-    require(server, "LRUPromptCache.insert_cache", "LRUPromptCache.trim_to", "ResponseGenerator._generate")
-    require(server, "ModelProvider._load")
+    require(
+        server, "LRUPromptCache.insert_cache(model, tokens, prompt_cache)", "LRUPromptCache.trim_to",
+        "ResponseGenerator._generate", "ModelProvider._load(model_path, adapter_path, draft_model_path)",
+    )  # fmt: skip
     entries = server.LRUPromptCache()
     entry = SimpleNamespace(nbytes=1, is_trimmable=lambda: False)
     inspect.unwrap(server.LRUPromptCache.insert_cache)(entries, ("first", None, None), [1], [entry])

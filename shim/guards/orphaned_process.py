@@ -7,21 +7,27 @@ process ends too: 71 where it could not listen, 0 where Ctrl-C asked for it, els
 
 from __future__ import annotations
 
+import socket
+import socketserver
 import sys
 import threading
 import traceback
 from typing import Any
 
-from .. import fatal, report, watchdog
+from .. import anatomy, fatal, report, verdicts, watchdog
 from ..engine import engine
-from . import require
+from ..verdicts import Incompatible
 
 UPSTREAM = "no issue known; the thread of mlx_lm/server.py is started in ResponseGenerator.__init__, before the bind"
 MODULE = "mlx_lm.server"
 
 
+LIVES_BY = {"starts": "a generator that no server ran for is found within a second, if it is found"}
+
+
 def probe(server: Any) -> None:
-    require(server, "run", "_run_http_server", "ResponseGenerator.__init__")
+    if not verdicts.has(server, "run") and not verdicts.has(server, "_run_http_server"):
+        raise Incompatible(f"{server.__name__} has neither run nor _run_http_server")
 
 
 def apply(server: Any) -> None:
@@ -30,7 +36,7 @@ def apply(server: Any) -> None:
 
 def _check() -> None:
     """Called by the watchdog. Python has printed by then what ended main."""
-    if engine.running or not _caller_is_over() or not any(_is_left(generator) for generator in list(engine.generators)):
+    if engine.running or not _caller_is_over() or not any(_is_left(generator) for generator in engine.living()):
         return
     error = engine.run_error
     if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in (None, 0)):
@@ -43,8 +49,8 @@ def _check() -> None:
 
 def _is_left(generator: Any) -> bool:
     """Whether its thread lives and nobody has asked it to stop."""
-    thread = getattr(generator, "_generation_thread", None)
-    return thread is not None and thread.is_alive() and not generator._stop
+    thread = anatomy.parts_of(generator).thread
+    return thread is not None and thread.is_alive() and not anatomy.is_asked_to_stop(generator)
 
 
 def _caller_is_over() -> bool:
@@ -64,5 +70,7 @@ def _caller_is_over() -> bool:
 
 
 def _could_not_listen(error: BaseException) -> bool:
-    names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-    return isinstance(error, Exception) and "_run_http_server" in names and "serve_forever" not in names
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names, files = {code.co_name for code in codes}, {code.co_filename for code in codes}
+    binding = "_run_http_server" in names or files & {socket.__file__, socketserver.__file__}
+    return isinstance(error, Exception) and bool(binding) and "serve_forever" not in names

@@ -25,7 +25,7 @@ MODULE = "mlx_lm.server"
 def probe(server: Any) -> None:
     """Put something into the cache that stock's `run` makes for a server with a limit of one byte."""
     require(
-        server, "run", "LRUPromptCache.insert_cache", "LRUPromptCache.trim_to", "ResponseGenerator._next_request",
+        server, "run", "LRUPromptCache.insert_cache(model, tokens, prompt_cache)", "LRUPromptCache.trim_to", "ResponseGenerator._next_request",
         "BatchGenerator.prompt_cache_nbytes",
     )  # fmt: skip
     made: list[Any] = []

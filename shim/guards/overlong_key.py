@@ -18,7 +18,7 @@ MODULE = "mlx_lm.models.cache"
 
 def probe(cache: Any) -> None:
     """Without a draft model nothing can be tried; where the defect is cured, no key is longer than its caches."""
-    require(cache, "LRUPromptCache.insert_cache")
+    require(cache, "LRUPromptCache.insert_cache(model, tokens, prompt_cache)")
 
 
 def apply(cache: Any) -> None:

@@ -13,25 +13,27 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .. import handover, patch, report
+from .. import facts, handover, patch, report
 from ..engine import Entry, engine
 from . import Incompatible, require
 
 UPSTREAM = "mlx-lm 1909"
 MODULE = "mlx_lm.server"
+LIVES_BY = {"deliveries": facts.NEEDED, "batch": facts.NEEDED, "single": facts.NEEDED}
 
 _UNSOUND = (RuntimeError, MemoryError)
 
 
 def probe(server: Any) -> None:
     require(
-        server, "BatchGenerator.insert_segments", "LRUPromptCache.insert_cache", "_format_top_logprobs",
-        "ResponseGenerator._serve_single", "GenerationContext.stop", "Queue", "Response",
+        server, "BatchGenerator.insert_segments", "LRUPromptCache.insert_cache(model, tokens, prompt_cache)",
+        "_format_top_logprobs",
     )  # fmt: skip
     generate = _home(server.BatchGenerator)
     require(
-        generate, "PromptProcessingBatch.extract_cache", "GenerationBatch.extract_cache", "TokenizerWrapper.detokenizer"
-    )
+        generate, "PromptProcessingBatch.extract_cache(idx)", "GenerationBatch.extract_cache(idx)",
+        "TokenizerWrapper.detokenizer",
+    )  # fmt: skip
     require(_home(server.LRUPromptCache), "can_trim_prompt_cache")
     if not isinstance(vars(generate.TokenizerWrapper).get("detokenizer"), property):
         raise Incompatible("TokenizerWrapper.detokenizer is no property")

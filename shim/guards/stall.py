@@ -10,12 +10,19 @@ from __future__ import annotations
 import faulthandler
 from typing import Any
 
-from .. import crash_report, errors, fatal, report, settings, watchdog
-from ..engine import DECODE, FINISHED, PREFILL, Entry, engine
-from . import require
+from .. import anatomy, crash_report, errors, facts, fatal, report, settings, trial, watchdog
+from ..engine import DECODE, FINISHED, PREFILL, Engine, Entry, engine
+from ..verdicts import Incompatible
 
 UPSTREAM = "mlx-lm 1493, 1505, 1598, 1672, 1834"
 MODULE = "mlx_lm.server"
+LIVES_BY = {
+    ("deliveries", "answers"): facts.NEEDED,
+    "deliveries": "only silence towards everybody is told, after MLX_SHIM_PREFILL_STALL",
+    "steps": "a request that gets nothing beside others is told after 20 deliveries to those",
+    "loads": "a load that takes longer than MLX_SHIM_PREFILL_STALL is taken for a stall",
+    "tokenizing": "a text that takes longer than MLX_SHIM_DECODE_STALL to tokenize is taken for a stall of others",
+}
 
 # Steps of the batch completed since a request's last token that prove it was starved: its own may have been the last
 # thing but one to be handed out.
@@ -31,8 +38,14 @@ _stalled_at = 0  # the count of deliveries then
 
 
 def probe(server: Any) -> None:
+    """Have a copy of stock's generator deliver a token and then nothing: that is a stall once the limit is over."""
     settings.asked_by("decode_stall", "prefill_stall")
-    require(server, "ResponseGenerator.generate", "Queue", "Response")
+    tried = trial.in_decode(server)
+    if tried is not None:
+        entry, its_engine = tried
+        its_engine.clock += (settings.current.decode_stall or settings.current.prefill_stall) + 1
+        if _judge(entry, [entry], its_engine) is None:
+            raise Incompatible("in a trial a request that got a token and then nothing was not seen")
 
 
 def apply(server: Any) -> None:
@@ -42,17 +55,18 @@ def apply(server: Any) -> None:
 def _check() -> None:
     """Called by the watchdog. The engine's clock rests while nothing can be delivered, so no case here is about that."""
     now = engine.clock
+    if not facts.has("deliveries"):
+        _check_answers(now)
+        return
     # A request whose client has left counts until the engine lets go of it: it may be what the engine is stuck in.
-    known = [*list(engine.entries.values()), *list(engine.leaving.values())]
-    # One without a queue has not been handed to the engine: its handler is still at it, downloading a model perhaps.
-    entries = [entry for entry in known if entry.queue is not None and entry.phase != FINISHED]
+    entries = [entry for entry in engine.known() if entry.queue is not None and entry.phase != FINISHED]
     _note_pause(entries, now)
-    verdicts = {entry.id: (entry, why) for entry in entries if (why := _judge(entry, entries, now))}
+    verdicts = {entry.id: (entry, why) for entry in entries if (why := _judge(entry, entries, engine))}
     for number in [n for n in _suspects if n not in verdicts]:
         del _suspects[number]
     for number, (entry, why) in verdicts.items():
         if now - _suspects.setdefault(number, now) >= CONFIRM:
-            _stalled(entry, why)
+            _stalled_request(entry, why)
             return
     if engine.stalled is not None and not verdicts and engine.deliveries > _stalled_at:
         report.line("deliveries have resumed")
@@ -68,9 +82,10 @@ def _note_pause(entries: list[Entry], now: float) -> None:
         _paused = now
 
 
-def _judge(entry: Entry, entries: list[Entry], now: float) -> str | None:
+def _judge(entry: Entry, entries: list[Entry], engine: Engine) -> str | None:
     """Why this request is stalled, in words, or None. Seconds are of the engine's clock; a limit of 0 is none."""
     decode, prefill = settings.current.decode_stall, settings.current.prefill_stall
+    now = engine.clock
     silence = now - entry.last
     if entry.phase == DECODE:
         excused = engine.tokenizing or any(e.phase == PREFILL for e in entries)
@@ -96,14 +111,48 @@ def _drafting() -> bool:
     return engine.single and getattr(getattr(engine.generator, "model_provider", None), "draft_model", None) is not None
 
 
-def _stalled(entry: Entry, why: str) -> None:
+class _Standing:
+    """Where the generation thread is, and since when: looked at only where nothing better can be seen.
+
+    The frame is held, so that no later one can be taken for it.
+    """
+
+    frame: Any = None
+    instruction = 0
+    since = 0.0
+
+
+def _check_answers(now: float) -> None:
+    """Where deliveries cannot be seen: no answer has got a byte, and the generation thread has stood in one place.
+
+    An answer that is not streamed has no bytes until it is whole, so that their absence alone proves nothing.
+    """
+    limit = settings.current.prefill_stall
+    frame = anatomy.frame_of(engine.generation_thread)
+    if frame is None or frame is not _Standing.frame or frame.f_lasti != _Standing.instruction:
+        _Standing.frame, _Standing.since = frame, now
+        _Standing.instruction = frame.f_lasti if frame is not None else 0
+    waiting = [answer for answer in list(engine.answers.values()) if answer is not None and not answer.writing]
+    silent = bool(waiting) and all(now - answer.began >= limit for answer in waiting)
+    if limit and silent and now - _Standing.since >= limit:
+        _stalled("answers", f"no byte of {len(waiting)} answers and no move of the generation thread for {limit:.0f} s")
+    elif engine.stalled is not None and not silent:
+        report.line("answers have resumed")
+        engine.stalled = None
+
+
+def _stalled_request(entry: Entry, why: str) -> None:
+    _stalled(f"request {entry.id} ({entry.phase}, {entry.tokens} tokens)", why)
+
+
+def _stalled(who: str, why: str) -> None:
     global _stalled_at
     if engine.stalled is not None:
         return  # this episode has been reported
     thread = engine.generation_thread
     frames = crash_report.stack(thread.ident if thread else None)
     where = " < ".join(reversed(frames[-3:])) or "unknown"
-    verdict = f"stalled: request {entry.id} ({entry.phase}, {entry.tokens} tokens): {why}; the generation thread is in {where}"
+    verdict = f"stalled: {who}: {why}; the generation thread is in {where}"
     if settings.current.on_stall == "dump":
         _stalled_at = engine.deliveries
         engine.stalled = verdict

@@ -23,8 +23,8 @@ MODULE = "mlx_lm.server"
 def probe(server: Any) -> None:
     settings.asked_by("memory_hard")
     require(
-        server, "mx.get_active_memory", "ResponseGenerator._tokenize", "LRUPromptCache.insert_cache",
-        "LRUPromptCache.trim_to", "ModelProvider._load",
+        server, "mx.get_active_memory", "ResponseGenerator._tokenize(tokenizer, request, args)",
+        "LRUPromptCache.insert_cache(model, tokens, prompt_cache)", "LRUPromptCache.trim_to", "ModelProvider._load",
     )  # fmt: skip
 
 

@@ -20,7 +20,10 @@ MODULE = "mlx_lm.server"
 
 def probe(server: Any) -> None:
     settings.asked_by("max_prompt_tokens", "max_tokens", "max_context", "max_kv_size")
-    require(server, "ResponseGenerator._tokenize", "BatchGenerator", "make_prompt_cache")
+    require(
+        server, "ResponseGenerator._tokenize(tokenizer, request, args)", "BatchGenerator.__init__(model)",
+        "make_prompt_cache(model)",
+    )  # fmt: skip
 
 
 def apply(server: Any) -> None:

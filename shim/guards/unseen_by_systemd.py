@@ -15,12 +15,13 @@ import threading
 import time
 from typing import Any
 
-from .. import drain, patch, report, sd_notify, watchdog
+from .. import drain, facts, patch, report, sd_notify, watchdog
 from ..engine import engine
 from . import Incompatible, Unasked, require
 
 UPSTREAM = "no issue known"
 MODULE = "mlx_lm.server"
+LIVES_BY = {("turns", "boot"): facts.NEEDED}
 
 EXTEND = 60.0  # seconds more for a start that goes on
 EXTEND_EVERY = 5.0  # seconds until it is asked for again
@@ -31,7 +32,7 @@ def probe(server: Any) -> None:
         raise Unasked("NOTIFY_SOCKET is not set")
     if sd_notify.address() is None:
         raise Incompatible("NOTIFY_SOCKET names no UNIX socket")
-    require(server, "_run_http_server", "ResponseGenerator._next_request")
+    require(server, "_run_http_server")
     if "server_class" not in inspect.signature(server._run_http_server).parameters:
         raise Incompatible("_run_http_server has no server_class")
 

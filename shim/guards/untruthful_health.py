@@ -9,23 +9,33 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .. import __version__, http, patch, report
+from .. import __version__, facts, http, observe, patch, report, verdicts
 from ..engine import Condition, engine
 from ..errors import RETRY_AFTER, ShimError
-from . import require
 
 UPSTREAM = "mlx-lm 1505, 1791"
 MODULE = "mlx_lm.server"
 
 
-def probe(server: Any) -> None:
-    require(server, "APIHandler.do_GET", "APIHandler.handle_models_request", "get_system_fingerprint")
+LIVES_BY = {
+    ("boot", "turns"): "it is ok while the model of --model is loaded",
+    "loads": "it is ok while a model is loaded for a request",
+    "deliveries": "counters and seconds_since_delivery tell nothing",
+    "handlers": "in_flight counts requests whose body is still being read",
+}
+
+
+def probe(server: Any) -> str:
+    verdicts.require(server, f"{observe.handler_name(server)}.do_GET")
+    found = verdicts.has(server, f"{observe.handler_name(server)}.handle_models_request")
+    return "" if found else "/v1/models is answered by a dead or stalled server"
 
 
 def apply(server: Any) -> None:
-    patch.wrap(server, "APIHandler.do_GET", _do_get)
-    patch.wrap(server, "APIHandler.handle_models_request", _models)
-    patch.wrap(server, "get_system_fingerprint", _Once())
+    handler = observe.handler_name(server)
+    patch.wrap(server, f"{handler}.do_GET", _do_get)
+    patch.try_wrap(server, f"{handler}.handle_models_request", _models)
+    patch.try_wrap(server, "get_system_fingerprint", _Once())
 
 
 # For each path, the conditions that are good news.
@@ -54,6 +64,7 @@ def _do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             {} if engine.memory is None else {"memory": engine.memory._asdict() | {"short": engine.pressed is not None}}
         ),
         "shim": __version__,
+        **({"unseen": facts.shown()} if facts.shown() else {}),
         "guards": {name: state.kind for name, state in report.states.items()},
     }
     good = now in _GOOD[path] and (engine.pressed is None or path != "/health/ready")

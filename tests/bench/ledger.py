@@ -37,7 +37,7 @@ def main() -> None:
     times = []
     for _ in range(pairs):
         stock = once(queue.Queue())
-        ours = once(ledger.ResponseQueue(engine.open(None, None), Token))
+        ours = once(ledger.ResponseQueue(engine.open((), None), Token))
         times.append((stock, ours))
     base, with_ledger = (statistics.median(column) for column in zip(*times, strict=True))
     extra = statistics.median(b - a for a, b in times)

@@ -80,7 +80,9 @@ def check_report(folder, secret):
     assert content["guards"]["stall"] == "active"
     assert content["memory"]["peak_resident"] > 10**7
     assert any(
-        "misbehave" in frame or "_generate" in frame for frames in content["threads"].values() for frame in frames
+        "misbehave" in frame or "generation_death" in frame
+        for frames in content["threads"].values()
+        for frame in frames
     )
 
 

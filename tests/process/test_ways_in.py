@@ -178,34 +178,43 @@ def test_a_bug_of_ours_never_stops_the_server(tiny, tmp_path, break_it, says):
         assert says in said
 
 
-def test_strict_refuses_a_guard_that_does_not_fit(tiny, tmp_path):
-    """A mlx_lm without the names a guard needs: incompatible, and the server runs; with STRICT, 78."""
-    (tmp_path / "sitecustomize.py").write_text(
-        textwrap.dedent("""
-        import sys
-        class Drift:  # deletes a name from mlx_lm.server as it is imported, as a future release may
-            def find_spec(self, name, path=None, target=None):
-                if name != "mlx_lm.server": return None
-                from importlib.machinery import PathFinder
-                spec = PathFinder.find_spec(name, path)
-                run = spec.loader.exec_module
-                def exec_module(module):
-                    run(module)
-                    module.ResponseGenerator.halt = module.ResponseGenerator.stop_and_join
-                    del module.ResponseGenerator.stop_and_join
-                spec.loader.exec_module = exec_module
-                return spec
-        sys.meta_path.insert(0, Drift())
-    """)
-    )
+DRIFT = """
+import sys
+class Drift:  # takes a name from mlx_lm.server as it is imported, as a future release may
+    def find_spec(self, name, path=None, target=None):
+        if name != "mlx_lm.server": return None
+        from importlib.machinery import PathFinder
+        spec = PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            delattr(module.CLASS, "METHOD")
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Drift())
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "strict", "said"),
+    [
+        # Two that stock calls only when it is stopped with Ctrl-C, or asked for its models.
+        ("ResponseGenerator.stop_and_join", "2", "endless_wait degraded (cannot see joins (mlx_lm.server has no"),
+        ("APIHandler.handle_models_request", "1", "models_listing incompatible (mlx_lm.server has no"),
+    ],
+)
+def test_strict_refuses_a_guard_that_does_not_fit(tiny, tmp_path, path, strict, said):
+    """Without STRICT the server runs, and says so; 1 refuses what is incompatible, 2 what is degraded as well."""
+    owner, _, name = path.partition(".")
+    (tmp_path / "sitecustomize.py").write_text(DRIFT.replace("CLASS", owner).replace("METHOD", name))
     environ = {"PYTHONPATH": f"{REPO}{os.pathsep}{tmp_path}"}
     with Server(NEWEST, tiny, tmp_path / "log", environ=environ) as server:
         server.ready()
-        reason = "generation_death incompatible (mlx_lm.server has no ResponseGenerator.stop_and_join)"
-        assert any(reason in x for x in server.shim_lines())
-    with Server(NEWEST, tiny, tmp_path / "strict", environ=environ | {"MLX_SHIM_STRICT": "1"}) as server:
+        assert any(f"{said} {path})" in x for x in server.shim_lines()), server.text()
+        assert any("guards: " in x and " 1 incompatible" in x for x in server.shim_lines()) == (strict == "1")
+    with Server(NEWEST, tiny, tmp_path / "strict", environ=environ | {"MLX_SHIM_STRICT": strict}) as server:
         assert server.wait_exit() == 78
-        assert "MLX_SHIM_STRICT refuses to start: generation_death" in server.text()
+        assert f"MLX_SHIM_STRICT refuses to start: {said.split()[0]}" in server.text()
 
 
 def test_bad_values_and_unknown_names(tiny, tmp_path):

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from shim import drain, image_fetch, ledger, memory, report
+from shim import drain, facts, image_fetch, ledger, memory, report
 from shim import engine as engine_module
 from shim.cli import unit
 from shim.engine import Engine
@@ -35,6 +35,9 @@ def engine(monkeypatch):
     for module in (engine_module, ledger, stall):
         monkeypatch.setattr(module, "engine", fresh)
     monkeypatch.setattr(ledger, "checks", [])
+    monkeypatch.setattr(ledger, "admissions", [])
+    for fact in facts.known.values():  # every fact can be seen
+        monkeypatch.setattr(fact, "lost", None)
     monkeypatch.setattr(stall, "_suspects", {})
     monkeypatch.setattr(stall, "_paused", 0.0)
     return fresh
@@ -45,7 +48,7 @@ def request_(engine):
     """Open a request: its entry and its queue."""
 
     def make():
-        entry = engine.open(object(), object())
+        entry = engine.open((object(),), object())
         return entry, ledger.ResponseQueue(entry, Token)
 
     return make

@@ -90,7 +90,7 @@ def test_each_rank_counts_its_batch(engine, monkeypatch, rank):
     monkeypatch.setattr(observe, "engine", engine)
     engine.generator._rank = rank
     batch = type("Batch", (), {})()
-    engine.inserting = engine.open(None, None) if rank == 0 else None
+    engine.inserting = engine.open((), None) if rank == 0 else None
     observe._inserted(batch, (), {}, [7])
     assert engine.batch() is batch
     assert list(observe.entries_of(batch)) == ([7] if rank == 0 else [])

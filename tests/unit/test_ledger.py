@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import types
 
 import pytest
 
@@ -57,7 +56,7 @@ def test_a_stop_before_the_context_reaches_it(request_, context):
 def test_one_that_left_the_queue_is_not_leaving_the_engine(engine, request_):
     """The generation thread never saw it: nobody would let go of it."""
     requests = queue.Queue()
-    engine.generator = types.SimpleNamespace(requests=requests)
+    engine.requests = requests
     kept, (entry, responses) = request_(), request_()
     for opened, its_queue in (kept, (entry, responses)):
         opened.queue = its_queue

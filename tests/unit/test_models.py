@@ -125,7 +125,7 @@ def test_a_good_model_is_let_pass(tmp_path):
 def test_a_handler_that_downloads_is_no_stall(engine, request_, monkeypatch):
     """Neither while it downloads, nor right after, when the engine has had no time yet."""
     monkeypatch.setattr(stall, "_stalled", lambda entry, why: pytest.fail(why))
-    entry = engine.open(object(), object())
+    entry = engine.open((object(),), object())
     for engine.clock in (2000.0, 2002.0):
         stall._check()
     ledger.ResponseQueue(entry, object)

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from shim import patch, report
+from shim import patch, report, verdicts
 
 
 @pytest.fixture(params=["wrapt", "standard library"])
@@ -36,7 +36,7 @@ def test_wrap_is_the_same_with_and_without_wrapt(wrap):
     assert module.Server().method(n=2) == ("method", 2)
     assert module.function(3) == ("function", 3)
     assert seen == [("Server", (1,), {}), ("Server", (), {"n": 2}), ("NoneType", (3,), {})]
-    with pytest.raises(AttributeError):
+    with pytest.raises(verdicts.Incompatible, match=r"module has no Server.missing"):
         wrap(module, "Server.missing", wrapper)
 
 

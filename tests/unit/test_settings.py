@@ -43,11 +43,14 @@ def test_every_guard_has_its_switch(guard):
 
 
 def test_a_bad_value_says_what_was_given_and_what_is_accepted():
-    loaded, bad, _ = settings.load({"MLX_SHIM_STRICT": "maybe"})
+    loaded, bad, _ = settings.load({"MLX_SHIM_DEBUG": "maybe", "MLX_SHIM_STRICT": "3"})
+    words = "accepted: 1, on, true, yes, 0, off, false, no"
     assert bad == [
-        "MLX_SHIM_STRICT='maybe' is not valid; accepted: 1, on, true, yes, 0, off, false, no; using the default 0"
+        f"MLX_SHIM_STRICT='3' is not valid; {words}, 2; using the default 0",
+        f"MLX_SHIM_DEBUG='maybe' is not valid; {words}; using the default 0",
     ]
-    assert not loaded.strict
+    assert loaded.strict == 0
+    assert not loaded.debug
 
 
 def test_a_bad_kill_switch_is_said():

@@ -7,7 +7,7 @@ from shim.guards import stall
 
 
 def judge(engine, entry):
-    return stall._judge(entry, list(engine.entries.values()), engine.clock)
+    return stall._judge(entry, list(engine.entries.values()), engine)
 
 
 def test_a_silent_decode_alone(engine, in_decode):
@@ -54,7 +54,7 @@ def test_a_prompt_whose_client_has_left_still_explains_the_silence(engine, reque
     engine.close(gone)
     engine.clock = 200.0
     known = [*engine.entries.values(), *engine.leaving.values()]
-    assert stall._judge(entry, known, engine.clock) is None
+    assert stall._judge(entry, known, engine) is None
     assert gone.id in engine.leaving
     engine.let_go(gone)
     assert judge(engine, entry) is not None
@@ -63,7 +63,7 @@ def test_a_prompt_whose_client_has_left_still_explains_the_silence(engine, reque
 def test_an_engine_stuck_in_a_request_that_was_abandoned(engine, request_, monkeypatch, in_decode):
     """Clients that give up sooner than the limit, and try again, must not hide it."""
     seen = []
-    monkeypatch.setattr(stall, "_stalled", lambda entry, why: seen.append(entry))
+    monkeypatch.setattr(stall, "_stalled_request", lambda entry, why: seen.append(entry))
     stuck, _ = in_decode()
     for second in range(0, 130, 2):
         engine.clock = float(second)
@@ -135,7 +135,7 @@ def test_a_queued_request(engine, request_, token, in_decode):
 def test_a_verdict_must_hold(engine, monkeypatch, token, in_decode):
     """The watchdog may look while a step's deliveries are being handed out, one after another."""
     seen = []
-    monkeypatch.setattr(stall, "_stalled", lambda entry, why: seen.append(why))
+    monkeypatch.setattr(stall, "_stalled_request", lambda entry, why: seen.append(why))
     _entry, responses = in_decode()
     engine.clock = 130.0
     stall._check()
