@@ -57,9 +57,16 @@ def _hook(names: list[str]) -> Callable[[Any], None]:
             except Exception as error:  # to be said when a server starts
                 _blind.append(f"{module.__name__} cannot be watched: {error!r}")
             facts.on_loss.append(_judge)
-            _judge()
+            _framed_judge()
 
     return hook
+
+
+def _framed_judge() -> None:
+    try:
+        _judge()
+    except Exception as error:
+        _blind.append(f"the states of the guards cannot be told: {error!r}")
 
 
 def _judge() -> None:
@@ -135,7 +142,11 @@ def _announce() -> None:
     kinds = [state.kind for state in report.states.values()]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in report.KINDS if kind in kinds)
     versions = f"mlx-lm {report.version_of('mlx-lm')}, mlx {report.version_of('mlx')}"
-    lost = [name for name in guards.HEART if report.states[name].kind in ("incompatible", "failed")]
+    lost = [
+        name
+        for name in guards.HEART
+        if name in report.states and report.states[name].kind in ("incompatible", "failed")
+    ]
     heart = f"; LOST: {', '.join(lost)}" if lost else ""
     report.line(f"{__version__}, {versions}; guards: {counts}{heart}")
     for name, state in report.states.items():

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from . import errors, fatal, http, observe, patch, report, settings
+from . import answering, errors, fatal, http, patch, report, settings
 from .engine import engine
 
 POLL = 0.05  # seconds
@@ -46,7 +46,7 @@ def install(server: Any) -> None:
     """Have new requests refused while a drain is under way; once, whichever guards need it."""
     if _install_once.acquire(blocking=False):
         for path, wrapper in (
-            (f"{observe.handler_name(server)}.do_POST", _do_post),
+            (f"{answering.name_in(server)}.do_POST", _do_post),
             ("ResponseGenerator.__init__", _starts),
             ("ResponseGenerator._share_request", _share_request),
         ):

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from . import anatomy, facts, report
-from .engine import DECODE, FINISHED, PREFILL, QUEUED, Engine, Entry, engine
+from .engine import Engine, engine
+from .entries import DECODE, FINISHED, PREFILL, QUEUED, Entry
 from .errors import ClientGone, ShimError
 
 POLL = 1.0  # seconds: a waiter looks around at least this often
@@ -152,6 +153,7 @@ class ResponseQueue(queue.Queue[Any]):
         entry.phase = PREFILL
         engine.inserting = entry
         engine.generating = threading.current_thread()
+        engine.comes_up()
         self._delivered()
         if entry.stopped:  # its handler left between the queue and here
             engine.stop(entry)

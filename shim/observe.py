@@ -6,17 +6,14 @@ A fact whose names are not there is lost, with the reason; the others are watche
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from . import anatomy, facts, fatal, ledger, patch, report, trial, verdicts, watchdog
-from .engine import Entry, engine
+from . import anatomy, answering, facts, fatal, ledger, patch, report, trial, verdicts, watchdog
+from .engine import engine
+from .entries import Entry
 
 SERVED = 3  # answers of status 200 after which each fact that belongs to every request has been seen
 
@@ -25,7 +22,7 @@ def install(server: Any, on_start: Callable[[], None]) -> None:
     """Keep `engine` current, and call `on_start` when a server starts (a mere import of mlx_lm.server is none)."""
     _watch_starts(server, on_start)
     for name, begin in {
-        "joins": _watch_joins,
+        "stops": _watch_stops,
         "boot": _watch_boot,
         "loads": _watch_loads,
         "turns": _watch_turns,
@@ -33,12 +30,12 @@ def install(server: Any, on_start: Callable[[], None]) -> None:
         "single": _watch_single,
         "steps": _watch_steps,
         "batch": _watch_batch,
-        "handlers": _watch_handlers,
-        "answers": _watch_answers,
         "deliveries": trial.deliveries,
+        "stop flag": _find_stop_flag,
         "asked to stop": _find_stop,
     }.items():
         facts.watch(name, functools.partial(begin, server))
+    answering.watch(server)
     watchdog.add(_look)
 
 
@@ -85,7 +82,7 @@ def _adopt(generator: Any, before: set[threading.Thread] | None) -> None:
 
 def _look() -> None:
     """Called by the watchdog: find a generator that was not seen when it was made, and facts that are never seen."""
-    if engine.generator is None and not facts.has("starts"):
+    if engine.generator is None and (engine.running or not facts.has("starts")):
         generator = anatomy.running_generator()
         if generator is not None:
             _adopt(generator, None)
@@ -117,14 +114,19 @@ def _framed(*steps: Callable[[], None]) -> None:
             report.line(f"{step.__module__}.{step.__name__} failed: {error!r}")
 
 
-def _find_stop(server: Any) -> None:
+def _find_stop_flag(server: Any) -> None:
     """A generator's flag is looked for when it is made; that the class has one is seen in a trial."""
     generator = trial.generator(server)
-    if generator is not None and anatomy.stop_flag(generator) is None and not facts.has("joins"):
+    if generator is not None and anatomy.stop_flag(generator) is None:
         raise LookupError("the generator holds no flag that says stop")
 
 
-def _watch_joins(server: Any) -> None:
+def _find_stop(server: Any) -> None:
+    if not facts.has("stop flag") and not facts.has("stops"):
+        raise LookupError("there is neither a flag nor stop_and_join")
+
+
+def _watch_stops(server: Any) -> None:
     patch.wrap(server, "ResponseGenerator.stop_and_join", _stop_and_join)
 
 
@@ -257,86 +259,3 @@ def _finished(batch: Any, args: Any, kwargs: Any, responses: Any) -> None:
 def _closed(batch: Any, args: Any, kwargs: Any, result: Any) -> None:
     for entry in entries_of(batch).values():
         engine.let_go(entry)
-
-
-def _watch_handlers(server: Any) -> None:
-    patch.wrap(server, "APIHandler.handle_completion", _handle_completion)
-
-
-def _handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    facts.saw("handlers")
-    return _answering(wrapped, instance, args, kwargs)
-
-
-def _answering(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    me = threading.get_ident()
-    engine.serving[me] = time.monotonic()
-    engine.local.handler, engine.local.opened = instance, None
-    try:
-        return wrapped(*args, **kwargs)
-    finally:
-        if engine.local.opened is not None:
-            engine.close(engine.local.opened)
-        engine.local.handler = engine.local.opened = None
-        engine.serving.pop(me, None)
-
-
-def _watch_answers(server: Any) -> None:
-    """By names that http.server dictates, on whatever class of the server's handles requests."""
-    name = handler_name(server)
-    patch.wrap(server, f"{name}.do_POST", _do_post)
-    patch.wrap(server, f"{name}.send_response", patch.after(_responded))
-
-
-def handler_name(server: Any) -> str:
-    """The name of the server's request handler: APIHandler, else the class of that kind."""
-    own: list[str] = [name for name, value in vars(server).items() if _handles(value)]
-    if "APIHandler" in own or not own:
-        return "APIHandler"
-    return own[0]
-
-
-def _handles(value: Any) -> bool:
-    is_handler = inspect.isclass(value) and issubclass(value, BaseHTTPRequestHandler)
-    return is_handler and anatomy.is_of_mlx_lm(getattr(sys.modules.get(value.__module__), "__file__", None) or "")
-
-
-def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    facts.saw("answers")
-    me = threading.get_ident()
-    engine.local.status = None
-    answer = engine.answers[me] = _Answer(instance.wfile) if not facts.has("deliveries") else None
-    if answer is not None:
-        instance.wfile = answer
-    try:
-        if facts.has("handlers"):
-            return wrapped(*args, **kwargs)
-        return _answering(wrapped, instance, args, kwargs)
-    finally:
-        engine.answers.pop(me, None)
-        if engine.local.status == 200:  # noqa: PLR2004
-            engine.served += 1
-
-
-def _responded(handler: Any, args: Any, kwargs: Any, result: Any) -> None:
-    engine.local.status = args[0] if args else kwargs.get("code")
-
-
-class _Answer:
-    """A handler's `wfile`, and when bytes were last written to it: all that is seen where deliveries are not."""
-
-    def __init__(self, raw: Any) -> None:
-        self.raw = raw
-        self.began = engine.clock
-        self.writing = False
-
-    def write(self, data: bytes) -> Any:
-        self.writing = True  # a client that does not read is no fault of the engine
-        try:
-            return self.raw.write(data)
-        finally:
-            self.writing = False
-            self.began = engine.clock
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.raw, name)

@@ -148,7 +148,11 @@ def after(
                 working = False
                 if lost is not None:
                     lost(f"{type(error).__name__}: {error}")
-                report.line(f"{note.__module__}.{note.__name__} failed and is off from now on: {error!r}")
+                package, _, module = note.__module__.rpartition(".")
+                if package.endswith(".guards"):
+                    report.failed(module, f"{note.__name__} is off from now on: {error!r}")
+                else:
+                    report.line(f"{note.__module__}.{note.__name__} failed and is off from now on: {error!r}")
         return result
 
     return wrapper

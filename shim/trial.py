@@ -10,14 +10,15 @@ import contextlib
 import inspect
 import logging
 import queue
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import anatomy, ledger, verdicts
-from .engine import DECODE, Engine, Entry
+from .engine import Engine
+from .entries import Entry
+from .errors import ShimError
 
 LIMIT = 1.0  # seconds for what takes milliseconds
 _NAME = "ResponseGenerator"
@@ -70,19 +71,21 @@ class _Thread(threading.Thread):
         super().__init__(*args, **kwargs | {"daemon": True})
 
 
-def copied(server: Any, **named: Any) -> type | None:
-    """A copy of the server's generator class, or None where there is no class of that name.
+def copied(server: Any, thread: Any) -> type | None:
+    """A copy of the server's generator class, or None where there is no class of that name, or it inherits from another.
 
-    What its functions see of mlx, of mlx_lm and of logging are stand-ins; `named` are globals of theirs to replace.
+    What its functions see of mlx, of mlx_lm and of logging are stand-ins; `thread` is what threading.Thread is to them.
     """
     if not verdicts.has(server, _NAME):
         return None
     stock = getattr(server, _NAME)
+    if not isinstance(stock, type) or stock.__mro__[1:] != (object,):
+        return None
     scopes: dict[int, dict[str, Any]] = {}
 
     def copy(function: Any) -> Any:
         plain = inspect.unwrap(function)
-        scope = scopes.setdefault(id(plain.__globals__), _scope(plain.__globals__) | named)
+        scope = scopes.setdefault(id(plain.__globals__), _scope(plain.__globals__, thread))
         made = types.FunctionType(plain.__code__, scope, plain.__name__, plain.__defaults__, plain.__closure__)
         made.__kwdefaults__ = plain.__kwdefaults__
         return made
@@ -98,8 +101,14 @@ def copied(server: Any, **named: Any) -> type | None:
     return type(_NAME, (), body)
 
 
-def _scope(stock: dict[str, Any]) -> dict[str, Any]:
-    return {name: _StandIn() if _is_foreign(value) else value for name, value in stock.items()}
+def _scope(stock: dict[str, Any], thread: Any) -> dict[str, Any]:
+    scope: dict[str, Any] = {name: _StandIn() if _is_foreign(value) else value for name, value in stock.items()}
+    for name, value in stock.items():
+        if value is threading.Thread:
+            scope[name] = thread
+        elif value is threading:
+            scope[name] = types.SimpleNamespace(**vars(threading) | {"Thread": thread})
+    return scope
 
 
 def _is_foreign(value: Any) -> bool:
@@ -120,27 +129,19 @@ def _made(cls: type, provider: Any) -> Any:
 def generator(server: Any) -> Any:
     """A copied generator whose thread does not run, or None where none can be made."""
     try:
-        cls = copied(server, **_threads_as(server, _StandIn()))
+        cls = copied(server, _StandIn())
         return None if cls is None else _made(cls, _StandIn())
     except Exception:  # a generator of another make: the trial tells nothing
         return None
 
 
-def _threads_as(server: Any, stand_in: Any) -> dict[str, Any]:
-    """The globals by which stock's class makes threads, each with a stand-in for threading.Thread."""
-    scope = sys.modules[getattr(server, _NAME).__module__].__dict__
-    direct = {name: stand_in for name, value in scope.items() if value is threading.Thread}
-    module = types.SimpleNamespace(**vars(threading) | {"Thread": stand_in})
-    return direct | {name: module for name, value in scope.items() if value is threading}
-
-
-def deaths(server: Any, wrap: Callable[[Any], None], hook: Callable[[Any], None]) -> bool:
+def deaths(server: Any, wrap: Callable[[Any], object], hook: Callable[[Any], None]) -> bool:
     """Have the loop of a copy die, with `wrap(module)` applied to it. `hook` gets what threading.excepthook would.
 
     False where no copy can be made, or where its loop does not end by an exception: nothing is told by that.
     """
     try:
-        cls = copied(server, **_threads_as(server, _Thread))
+        cls = copied(server, _Thread)
         if cls is None:
             return False
         wrap(types.SimpleNamespace(**{_NAME: cls}, __name__=server.__name__))
@@ -190,36 +191,64 @@ def deliveries(server: Any) -> None:
         ledger.watch(made, Engine())
 
 
+class Asked:
+    """A copied generator that has been asked for a completion, by a thread that waits for its first delivery."""
+
+    def __init__(self, made: Any) -> None:
+        self.engine = Engine()
+        self.error: Exception | None = None  # what `generate` raised
+        self._over = threading.Event()
+        ledger.watch(made, self.engine)
+        threading.Thread(target=self._ask, args=(made.generate,), daemon=True).start()
+
+    def _ask(self, generate: Any) -> None:
+        needed = [p for p in inspect.signature(generate).parameters.values() if p.default is p.empty]
+        try:
+            generate(*[_StandIn() for _ in needed])
+        except Exception as error:
+            self.error = error
+        self._over.set()
+
+    def taken_up(self) -> queue.Queue[Any] | None:
+        """The queue of its response, once the request has come; None where none comes."""
+        assert self.engine.requests is not None  # noqa: S101 - watch raises otherwise
+        try:
+            item = self.engine.requests.get(timeout=LIMIT)
+        except queue.Empty:
+            return None
+        return next((part for part in item if isinstance(part, ledger.ResponseQueue)), None)
+
+    def answered(self) -> bool:
+        """Whether `generate` has returned, or raised."""
+        return self._over.wait(LIMIT)
+
+
+def asked(server: Any) -> Asked | None:
+    """None where stock's `generate` cannot be called so."""
+    made = generator(server)
+    return Asked(made) if made is not None and verdicts.has(server, f"{_NAME}.generate") else None
+
+
 def in_decode(server: Any) -> tuple[Entry, Engine] | None:
     """Have a copied generator take a request and deliver its first token, and then nothing: (its entry, its engine).
 
-    None where stock's `generate` cannot be called so.
+    None where that cannot be tried.
     """
-    made = generator(server)
-    if made is None or not verdicts.has(server, f"{_NAME}.generate"):
+    trial = asked(server)
+    responses = None if trial is None else trial.taken_up()
+    if trial is None or responses is None:
         return None
-    engine = Engine()
-    ledger.watch(made, engine)
-    assert engine.requests is not None  # noqa: S101 - watch raises otherwise
-    asking = threading.Thread(target=_ask, args=(made.generate,), daemon=True)
-    asking.start()
-    try:
-        item = engine.requests.get(timeout=LIMIT)
-    except queue.Empty:
-        return None
-    responses = next(part for part in item if isinstance(part, queue.Queue))
     responses.put(types.SimpleNamespace(stop=lambda: None))
     responses.put((1, 1))
     responses.put(types.SimpleNamespace(token=1, text="x"))
-    entry = next(iter(engine.entries.values()), None)
-    if entry is None or entry.phase != DECODE:
-        return None
-    return entry, engine
+    entry = next(iter(trial.engine.entries.values()), None)
+    return None if entry is None else (entry, trial.engine)
 
 
-def _ask(generate: Any) -> None:
-    needed = [p for p in inspect.signature(generate).parameters.values() if p.default is p.empty]
-    try:
-        generate(*[_StandIn() for _ in needed])
-    except Exception:  # what comes of it is no matter of the trial
-        return
+def is_told(server: Any, error: ShimError) -> bool:
+    """Whether a handler that waits for its first delivery gets `error` when all are told. True where it cannot be tried."""
+    trial = asked(server)
+    if trial is None or trial.taken_up() is None:
+        return True
+    trial.engine.fail_waiting(error)
+    return not trial.answered() or trial.error is error

@@ -250,9 +250,9 @@ class Kept(Server):
         self.ready()
 
 
-def expect_zombie(server: Server) -> None:
+def expect_zombie(server: Server, patience: float = 4.0) -> None:
     """The negative control: raise Inconclusive unless the stock fault is there to be seen."""
-    if not server.is_zombie():
+    if not server.is_zombie(patience):
         raise Inconclusive(f"no zombie: alive={server.alive}; its log:\n{server.text()[-3000:]}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shim.engine import DECODE
+from shim.entries import DECODE
 
 MIB = 2**20
 

@@ -109,15 +109,18 @@ def _print_guards(found: dict[str, Any]) -> list[str]:
     """Print the state of every guard; return what to do about those that are on and not at work."""
     print("\nguards")
     faults = [f"pip install 'wrapt>=1.16,!=2.2.0': {found['wrapt']}"] if found["wrapt"] else []
-    unkept = _asked_for(settings.load()[0])
+    in_force = settings.load()[0]
+    unkept = _asked_for(in_force)
     for name, (kind, reason) in found["states"].items():
         print(f"  {name:24}{kind}{f' ({reason})' if reason else ''}")
-        if name in unkept and kind not in ("active", "off"):
+        if name in unkept and kind not in ("active", "degraded", "off"):
             faults.append(f"{name} is {kind}: {reason}; the server does not start (78) while {unkept[name]} is set")
         elif kind in ("incompatible", "failed"):
             faults.append(
                 f"{name} is {kind}: {reason}; a newer shim may know this mlx-lm; {settings.variable(name)}=0 accepts it"
             )
+        elif kind == "degraded" and in_force.strict > 1:
+            faults.append(f"{name} is degraded: {reason}; with {settings.variable('strict')}=2 the server exits 78")
     return faults
 
 

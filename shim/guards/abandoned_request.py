@@ -15,7 +15,8 @@ import sys
 from typing import Any
 
 from .. import facts, ledger, patch
-from ..engine import Entry, engine
+from ..engine import engine
+from ..entries import Entry
 from ..errors import ClientGone
 
 UPSTREAM = "mlx-lm 362, 405, 677"

@@ -24,7 +24,7 @@ _DEFAULTS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: sign
 
 
 LIVES_BY = {
-    "asked to stop": "the generation thread goes with the process, its loop not left",
+    "stop flag": "the generation thread goes with the process, its loop not left",
     ("handlers", "answers"): facts.NEEDED,
     ("turns", "boot", "deliveries"): "requests in flight are not waited for",
 }

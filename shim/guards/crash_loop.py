@@ -18,7 +18,8 @@ from typing import Any
 
 from .. import breaker, errors, facts, fatal, http, ledger, memory, patch, report, settings, state_file
 from ..account import Account
-from ..engine import Entry, Hold, engine
+from ..engine import Hold, engine
+from ..entries import Entry
 from ..state_file import State, StateFile
 from . import require
 

@@ -11,20 +11,24 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from .. import errors, facts, ledger, patch, settings
-from ..engine import Entry, engine
+from .. import errors, facts, ledger, patch, settings, trial
+from ..engine import engine
+from ..entries import Entry
+from ..verdicts import Incompatible
 
 UPSTREAM = "mlx-lm 1505, 1598, 1834"
 MODULE = "mlx_lm.server"
 LIVES_BY = {
     "deliveries": facts.NEEDED,
-    "joins": "after an orderly stop who still waits is told within a second, or cut",
+    "stops": "after an orderly stop who still waits is told within a second, or cut",
     "loads": "MLX_SHIM_WHILE_LOADING=reject tells nobody",
 }
 
 
 def probe(server: Any) -> None:
-    """By what is handed to the engine, and waits for it: the facts tell."""
+    """Have a copy of stock's `generate` wait, and tell it that the engine is dead."""
+    if not trial.is_told(server, errors.engine_dead()):
+        raise Incompatible("in a trial a handler that waited was not told")
 
 
 def apply(server: Any) -> None:

@@ -14,7 +14,8 @@ import time
 from typing import Any
 
 from .. import drain, facts, fatal, memory, patch, report, settings, watchdog, weights
-from ..engine import FINISHED, QUEUED, Entry, engine
+from ..engine import engine
+from ..entries import FINISHED, QUEUED, Entry
 from ..errors import ShimError, memory_pressure
 from ..memory import Usage, shown
 from . import require

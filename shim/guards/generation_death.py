@@ -43,21 +43,24 @@ def probe(server: Any) -> str:
             told.append("loop")
             return None
 
-    died = trial.deaths(server, lambda copy: _wrap(copy, looping), lambda _: told.append("hook"))
+    died = trial.deaths(server, lambda copy: _wrap_loops(copy, looping), lambda _: told.append("hook"))
     if told or not died:
         return ""
     return "in a trial only the watchdog saw the death: it is told within a second, without its reason"
 
 
 def apply(server: Any) -> None:
-    facts.watch("loop", lambda: _wrap(server, _looping))
+    facts.watch("loop", lambda: _watch_loop(server))
     threading.excepthook = _Hook(threading.excepthook)
     watchdog.add(_look)
 
 
-def _wrap(server: Any, wrapper: patch.Wrapper) -> None:
-    wrapped = [path for path in LOOPS if patch.try_wrap(server, path, wrapper)]
-    if not wrapped:
+def _wrap_loops(server: Any, wrapper: patch.Wrapper) -> list[str]:
+    return [path for path in LOOPS if patch.try_wrap(server, path, wrapper)]
+
+
+def _watch_loop(server: Any) -> None:
+    if not _wrap_loops(server, _looping):
         raise verdicts.Incompatible(f"{server.__name__} has neither {' nor '.join(LOOPS)}")
 
 

@@ -63,7 +63,11 @@ class _Rehearsal:
     def _rehearse(self, instance: Any, result: Any, args: Any, kwargs: Any) -> Any:
         call = dict(zip(("tokenizer", "request", "args"), args, strict=False)) | kwargs
         tokenizer, asked = call["tokenizer"], call["args"]
-        prompt, segments, kinds, state, *rest = result
+        try:
+            prompt, segments, kinds, state, *rest = result
+        except (TypeError, ValueError) as error:
+            report.failed("killer_request", f"_tokenize returns another shape than is known: {error}")
+            return result
         rows = vocabulary.of(instance.model_provider.model)
         _check_prompt(prompt, rows.embedding)
         _check_ids(asked, rows.head)

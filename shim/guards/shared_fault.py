@@ -14,7 +14,8 @@ import sys
 from typing import Any
 
 from .. import facts, handover, patch, report
-from ..engine import Entry, engine
+from ..engine import engine
+from ..entries import Entry
 from . import Incompatible, require
 
 UPSTREAM = "mlx-lm 1909"

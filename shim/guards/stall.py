@@ -11,7 +11,8 @@ import faulthandler
 from typing import Any
 
 from .. import anatomy, crash_report, errors, facts, fatal, report, settings, trial, watchdog
-from ..engine import DECODE, FINISHED, PREFILL, Engine, Entry, engine
+from ..engine import Engine, engine
+from ..entries import DECODE, FINISHED, PREFILL, Entry
 from ..verdicts import Incompatible
 
 UPSTREAM = "mlx-lm 1493, 1505, 1598, 1672, 1834"

@@ -12,7 +12,8 @@ import math
 from typing import Any
 
 from .. import handover, kv_cost, memory, patch, report, settings, weights
-from ..engine import FINISHED, QUEUED, engine
+from ..engine import engine
+from ..entries import FINISHED, QUEUED
 from ..errors import ShimError, memory_pressure
 from . import require
 

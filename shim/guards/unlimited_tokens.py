@@ -38,6 +38,11 @@ def apply(server: Any) -> None:
 def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Where what it raises goes to this request alone, and where stock has not yet read max_tokens."""
     result = wrapped(*args, **kwargs)
+    if not isinstance(result, tuple) or not isinstance(result[0], list):
+        report.failed(
+            "unlimited_tokens", f"_tokenize returns a {type(result).__name__} that does not begin with a list"
+        )
+        return result
     limits, length = settings.current, len(result[0])
     generation = args[2] if len(args) > 2 else kwargs["args"]  # noqa: PLR2004
     if limits.max_prompt_tokens and length > limits.max_prompt_tokens:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .. import __version__, facts, http, observe, patch, report, verdicts
+from .. import __version__, answering, facts, http, patch, report, verdicts
 from ..engine import Condition, engine
 from ..errors import RETRY_AFTER, ShimError
 
@@ -26,13 +26,13 @@ LIVES_BY = {
 
 
 def probe(server: Any) -> str:
-    verdicts.require(server, f"{observe.handler_name(server)}.do_GET")
-    found = verdicts.has(server, f"{observe.handler_name(server)}.handle_models_request")
+    verdicts.require(server, f"{answering.name_in(server)}.do_GET")
+    found = verdicts.has(server, f"{answering.name_in(server)}.handle_models_request")
     return "" if found else "/v1/models is answered by a dead or stalled server"
 
 
 def apply(server: Any) -> None:
-    handler = observe.handler_name(server)
+    handler = answering.name_in(server)
     patch.wrap(server, f"{handler}.do_GET", _do_get)
     patch.try_wrap(server, f"{handler}.handle_models_request", _models)
     patch.try_wrap(server, "get_system_fingerprint", _Once())

@@ -8,7 +8,7 @@ import pytest
 from pressed import MIB, Entries, running, victims
 
 from shim import fatal
-from shim.engine import DECODE, PREFILL, QUEUED
+from shim.entries import DECODE, PREFILL, QUEUED
 from shim.guards import exhausted_memory
 from shim.memory import Usage
 

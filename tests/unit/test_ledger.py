@@ -9,7 +9,7 @@ import time
 import pytest
 
 from shim import errors, ledger
-from shim.engine import DECODE, FINISHED, PREFILL, QUEUED
+from shim.entries import DECODE, FINISHED, PREFILL, QUEUED
 
 
 def test_the_phases_of_a_request(engine, request_, token, context):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shim import engine as engine_module
-from shim.engine import FINISHED
+from shim.entries import FINISHED
 from shim.guards import shared_fault
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from shim import settings
+import types
+
+import pytest
+
+from shim import facts, settings
 from shim.guards import stall
 
 
@@ -174,3 +178,47 @@ def test_a_full_batch_is_no_stall_of_those_in_prefill(engine, request_, context,
     assert judge(engine, entry) is None, "since the pause ended"
     engine.clock = 1500.0
     assert judge(engine, entry) is not None
+
+
+@pytest.fixture
+def answering(engine, monkeypatch):
+    """Deliveries cannot be seen. Answer n began at the clock's 0; `.frame` is where the generation thread stands."""
+    monkeypatch.setattr(facts.known["deliveries"], "lost", "for a test")
+    monkeypatch.setattr(stall._Standing, "frame", None)
+    state = types.SimpleNamespace(frame=types.SimpleNamespace(f_lasti=1), verdicts=[], answers=[])
+    monkeypatch.setattr(stall.anatomy, "frame_of", lambda thread: state.frame)
+    monkeypatch.setattr(stall, "_stalled", lambda who, why: state.verdicts.append(why))
+    for n in range(2):
+        engine.answers[n] = types.SimpleNamespace(began=0.0, writing=False)
+        state.answers.append(engine.answers[n])
+    stall._check()
+    return state
+
+
+def test_bytes_alone_where_the_generation_thread_stands_still(engine, answering):
+    engine.clock = 599.0
+    stall._check()
+    assert answering.verdicts == []
+    engine.clock = 600.0
+    stall._check()
+    assert answering.verdicts == ["no byte of 2 answers and no move of the generation thread for 600 s"]
+
+
+@pytest.mark.parametrize("sign", ["moves", "other frame", "a byte", "a client that does not read", "nobody waits"])
+def test_any_sign_of_life_where_only_bytes_are_seen(engine, answering, sign):
+    engine.clock = 590.0
+    if sign == "moves":
+        answering.frame.f_lasti = 2
+    elif sign == "other frame":
+        answering.frame = types.SimpleNamespace(f_lasti=1)
+    elif sign == "a byte":
+        answering.answers[0].began = 590.0
+    elif sign == "a client that does not read":
+        for answer in answering.answers:
+            answer.writing = True
+    else:
+        engine.answers.clear()
+    stall._check()
+    engine.clock = 620.0
+    stall._check()
+    assert answering.verdicts == []

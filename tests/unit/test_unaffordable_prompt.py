@@ -7,7 +7,7 @@ import types
 import pytest
 
 from shim import memory, settings
-from shim.engine import DECODE
+from shim.entries import DECODE
 from shim.errors import ShimError
 from shim.guards import unaffordable_prompt
 from shim.kv_cost import Cost, Layer

@@ -1,0 +1,94 @@
+"""A guard's state is computed from the facts by which it lives."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from shim import boot, facts, report
+from shim.guards import GUARDS, HEART
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Every fact is watched; `seen(name)` loses one."""
+    for fact in facts.known.values():
+        monkeypatch.setattr(fact, "lost", None)
+        monkeypatch.setattr(fact, "seen", False)
+    monkeypatch.setattr(facts, "on_loss", [])
+
+    def lose(*names):
+        for name in names:
+            facts.lose(name, "it is gone")
+
+    return lose
+
+
+def lives_by(name):
+    return getattr(importlib.import_module(f"shim.guards.{name}"), "LIVES_BY", {})
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_guard_lives_by_facts_that_there_are(name):
+    for key, cost in lives_by(name).items():
+        names = (key,) if isinstance(key, str) else key
+        assert all(fact in facts.known for fact in names)
+        assert cost == facts.NEEDED or len(cost) > 10
+
+
+@pytest.mark.parametrize("name", HEART)
+def test_no_single_fact_takes_a_guard_of_the_heart(seen, name):
+    """One name that is gone costs one fact; only endless_wait needs one of them, to wake who waits."""
+    for fact in facts.known.values():
+        fact.lost = "it is gone"
+        kind, reason = facts.judge(lives_by(name))
+        expected = "incompatible" if (name, fact.name) == ("endless_wait", "deliveries") else None
+        assert kind in ((expected,) if expected else ("active", "degraded"))
+        assert (kind == "active") == (reason == "")
+        fact.lost = None
+
+
+def test_what_is_lost_and_what_it_costs(seen):
+    costs = {"steps": "a starved request is told late", ("boot", "turns"): "78 is 70", "deliveries": facts.NEEDED}
+    assert facts.judge(costs) == ("active", "")
+    seen("boot")
+    assert facts.judge(costs) == ("active", ""), "one of the two is enough"
+    seen("turns", "steps")
+    kind, reason = facts.judge(costs)
+    assert kind == "degraded"
+    assert reason.split("; ") == [
+        "cannot see steps (it is gone): a starved request is told late",
+        "cannot see boot (it is gone) nor turns (it is gone): 78 is 70",
+    ]
+    seen("deliveries")
+    assert facts.judge(costs) == ("incompatible", "cannot see deliveries (it is gone)")
+
+
+def test_watching_that_fails_costs_that_fact_alone(seen):
+    def fails():
+        raise LookupError("no such name")
+
+    facts.watch("steps", fails)
+    facts.watch("turns", lambda: None)
+    assert facts.shown() == {"steps": "no such name"}
+
+
+def test_a_fact_that_no_request_passes_is_lost(seen):
+    facts.saw("handlers")
+    facts.lose_unseen("never", also={"deliveries": True, "steps": False})
+    assert set(facts.shown()) == {"deliveries", "answers", "tokenizing"}
+
+
+def test_a_loss_at_run_time_changes_the_states_and_is_said(seen, monkeypatch, capfd):
+    monkeypatch.setattr(report, "states", {"stall": report.State("active"), "crash_loop": report.State("active")})
+    monkeypatch.setattr(boot, "_at_work", dict(report.states))
+    monkeypatch.setattr(boot, "_announced", True)
+    facts.on_loss.append(boot._judge)
+    seen("steps")
+    assert report.states["crash_loop"].kind == "active"
+    assert report.states["stall"].kind == "degraded"
+    assert "stall is degraded (cannot see steps (it is gone): " in capfd.readouterr().err
+    report.failed("stall", "its check failed")
+    seen("turns")
+    assert report.states["stall"].kind == "failed", "what has failed stays so"

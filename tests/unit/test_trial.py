@@ -1,0 +1,116 @@
+"""The heart is tried on copies of stock's own generator, and on generators of another make."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import types
+
+import pytest
+from mlx_lm import server as stock
+
+from shim import facts, trial
+from shim.entries import DECODE
+from shim.guards import generation_death, stall
+from shim.verdicts import Incompatible
+
+
+class Other:
+    """A generator with names of its own, and a loop that dies as it likes."""
+
+    def __init__(self, provider, cache):
+        self.inbox = queue.Queue()
+        self._worker = threading.Thread(target=self._loop)
+        self._worker.start()
+
+    def _loop(self):
+        while True:
+            self.inbox.get(timeout=1)
+
+
+class Swallowing:
+    __init__ = Other.__init__
+
+    def _loop(self):
+        try:
+            Other._loop(self)
+        except Exception:
+            return
+
+
+class Queueless:
+    def __init__(self, provider, cache):
+        self._worker = threading.Thread(target=print)
+
+
+def server(generator):
+    return types.SimpleNamespace(ResponseGenerator=generator, __name__="mlx_lm.server")
+
+
+def test_the_loop_of_stock_is_seen_to_die_without_a_line(capfd, caplog):
+    before = set(threading.enumerate())
+    assert generation_death.probe(stock) == ""
+    assert capfd.readouterr() == ("", "")
+    assert caplog.records == []
+    assert set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize(("generator", "said"), [(Other, ""), (Swallowing, "only the watchdog saw the death")])
+def test_a_loop_with_another_name(generator, said):
+    told = generation_death.probe(server(generator))
+    assert said in told
+    assert bool(told) == bool(said)
+
+
+def test_a_trial_in_a_program_with_a_hook_of_its_own(monkeypatch):
+    """Only what ends the thread of the trial is ours."""
+    theirs = []
+    monkeypatch.setattr(threading, "excepthook", theirs.append)
+    assert trial.deaths(server(Other), lambda copy: None, lambda args: None)
+    assert theirs == []
+    assert threading.excepthook == theirs.append
+
+
+def test_stock_is_seen_to_deliver():
+    entry, engine = trial.in_decode(stock)
+    assert (entry.phase, entry.tokens) == (DECODE, 1)
+    assert engine.deliveries == 3
+    assert stall.probe(stock) is None
+
+
+def test_a_delivery_that_is_not_seen_is_no_active_guard(monkeypatch):
+    monkeypatch.setattr(stall, "_judge", lambda *_: None)
+    with pytest.raises(Incompatible, match="was not seen"):
+        stall.probe(stock)
+
+
+def test_a_generator_without_a_queue_of_requests(monkeypatch):
+    with pytest.raises(LookupError, match=r"no queue\.Queue of requests"):
+        trial.deliveries(server(Queueless))
+    trial.deliveries(stock)
+
+
+def test_what_cannot_be_tried_tells_nothing():
+    assert trial.generator(types.SimpleNamespace(__name__="mlx_lm.server")) is None
+    assert trial.in_decode(types.SimpleNamespace(__name__="mlx_lm.server")) is None
+    assert not trial.deaths(types.SimpleNamespace(__name__="mlx_lm.server"), lambda copy: None, lambda args: None)
+
+
+def test_the_trials_take_milliseconds():
+    started = time.perf_counter()
+    generation_death.probe(stock)
+    stall.probe(stock)
+    trial.deliveries(stock)
+    assert time.perf_counter() - started < 2, "a generous bound: 5 ms where nothing else runs"
+
+
+def test_stock_is_left_as_it_was():
+    names = dict(vars(stock.ResponseGenerator))
+    handlers = list(logging.getLogger().handlers)
+    generation_death.probe(stock)
+    stall.probe(stock)
+    assert dict(vars(stock.ResponseGenerator)) == names
+    assert logging.getLogger().handlers == handlers
+    assert facts.known["loop"].lost is not None, "a trial watches nothing"
