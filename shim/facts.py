@@ -15,6 +15,7 @@ from . import report
 # What a guard says of a fact without which it cannot act at all.
 NEEDED = ""
 
+_UNWATCHED = "it is not watched"
 # The keys are one fact, or several of which one is enough; the values say what cannot be told without it.
 LivesBy = Mapping[str | tuple[str, ...], str]
 
@@ -28,7 +29,7 @@ class Fact:
     # Each request that is served passes it: where it was not seen by then, its wrapper is in the wrong place.
     in_every_request: bool = False
     seen: bool = False
-    lost: str | None = "it is not watched"
+    lost: str | None = _UNWATCHED
 
 
 def _table(*facts: Fact) -> dict[str, Fact]:
@@ -110,12 +111,6 @@ def judge(lives_by: LivesBy) -> tuple[report.Kind, str]:
     return ("degraded", "; ".join(costs)) if costs else ("active", "")
 
 
-def reset() -> None:
-    """As before anything was watched; for tests."""
-    for fact in known.values():
-        fact.seen, fact.lost = False, "it is not watched"
-
-
 def shown() -> dict[str, Any]:
-    """Each fact that cannot be seen, and why."""
-    return {fact.name: fact.lost for fact in known.values() if fact.lost is not None}
+    """Each fact that cannot be seen, and why; not those that nothing has asked for."""
+    return {fact.name: fact.lost for fact in known.values() if fact.lost not in (None, _UNWATCHED)}

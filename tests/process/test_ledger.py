@@ -280,3 +280,20 @@ def test_a_waiter_on_a_dead_engine_is_told(line, tiny, tmp_path):
         assert (status, answer["error"]["code"]) == (503, "engine_dead")
         assert server.get("/health")[1]["status"] == "dead"
         assert server.get("/health/live")[0] == server.get("/v1/models")[0] == 503
+
+
+def test_control_a_waiter_without_the_guard(line, faulty, tmp_path):
+    """With endless_wait off nothing ends a request: its time does not, and on 0.31.3 no death of the engine either."""
+    model = faulty(kind="RuntimeError", delay=0.05)
+    off = {"MLX_SHIM_ENDLESS_WAIT": "0", "MLX_SHIM_GENERATION_DEATH": "0", "MLX_SHIM_REQUEST_TIMEOUT": "1s"}
+    with Server(line, model.path, tmp_path / "log", args=model.args, environ=off) as server:
+        waiting = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
+        assert waiting.first.wait(30)
+        waiting.thread.join(4)
+        if not waiting.thread.is_alive():
+            raise Inconclusive("the request was ended at its time without the guard")
+        model.fire()
+        if line == "0.31.3":
+            waiting.thread.join(4)
+            if not waiting.thread.is_alive():
+                raise Inconclusive("the waiter was told of the death without the guard")
