@@ -46,7 +46,7 @@ def start():
     import_module(name + ".boot").start()
 
 OFF = os.environ.get("MLX_SHIM", "").strip().lower() in ("0", "off", "false", "no")
-if sys.version_info >= (3, 11) and not OFF and "MlxLmShimFinder" not in [type(f).__name__ for f in sys.meta_path]:
+if sys.version_info >= (3, 10) and not OFF and "MlxLmShimFinder" not in [type(f).__name__ for f in sys.meta_path]:
     sys.meta_path.insert(0, MlxLmShimFinder())
 if vars(sys.modules.get(__name__, os)) is globals():  # else somebody ran this file by hand, and sees to the rest himself
     here = os.stat(os.path.dirname(__file__) or ".")[1:3]  # inode and device: the folder by a link is the same folder

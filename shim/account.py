@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +39,7 @@ class Account:
         outcome = self._keeper.post(lambda: self._framed(job))
         try:
             return outcome.result(limit) if limit and not self._late else None
-        except TimeoutError:
+        except futures.TimeoutError:  # on Python 3.10 not the one among the builtins
             self._late = True
             report.line(f"the folder of MLX_SHIM_STATE_DIR has not answered for {limit:g} s: it is not waited for")
             return None

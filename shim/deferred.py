@@ -53,7 +53,7 @@ def install(mx: Any, owner: type, *names: str) -> None:
         for key, value in state.items():
             setattr(cache, key, value)
 
-    owner.__getstate__ = getstate  # type: ignore[method-assign,assignment]
+    owner.__getstate__ = getstate  # type: ignore[attr-defined]
     owner.__setstate__ = setstate  # type: ignore[attr-defined]
 
 

@@ -178,7 +178,7 @@ class Keeper:
         threading.Thread(target=self._run, name="mlx-shim-state", daemon=True).start()
 
     def post(self, job: Callable[[], T]) -> Future[T]:
-        """Have `job` done in its turn. Its outcome may be waited for with `result(seconds)`, which may raise TimeoutError."""
+        """Have `job` done in its turn. Its outcome may be waited for with `result(seconds)`, which may raise concurrent.futures' TimeoutError."""
         future: Future[T] = Future()
         self._jobs.put((future, job))
         return future

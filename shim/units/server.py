@@ -46,7 +46,7 @@ print("\\n{_MARK}" + json.dumps({{
 }}))
 """
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_OLDEST = [3, 11]
+_OLDEST = [3, 10]
 _HIGHEST_PORT = 65535
 
 
@@ -114,7 +114,7 @@ def _check_answer(server: Server, python: str, answer: dict[str, Any], ours: Pat
     missing = set(answer["missing"])
     if answer["version"] < _OLDEST:
         version = ".".join(map(str, answer["version"]))
-        raise Refused(f"{python} is Python {version}, which the shim leaves alone; 3.11 or newer is needed")
+        raise Refused(f"{python} is Python {version}, which the shim leaves alone; 3.10 or newer is needed")
     if "mlx_lm" in missing:
         raise Refused(f"{python} has no mlx_lm; give the interpreter of the environment that has it")
     if "shim" in missing and known.is_ours:

@@ -53,6 +53,17 @@ def test_every_python_is_as_without_us(python, flags, tmp_path):
     assert under == without
 
 
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_finder_is_there_from_python_3_10_on(python, tmp_path):
+    code = """if True:
+        import sys
+        print('MlxLmShimFinder' in [type(f).__name__ for f in sys.meta_path])
+        print(sys.version_info >= (3, 10))
+    """
+    out, err, status = run(python, code, str(REPO), cwd=tmp_path)
+    assert (out.split() in ([b"True"] * 2, [b"False"] * 2), err, status) == (True, b"", 0)
+
+
 SPELLINGS = {
     "absolute": lambda cwd: str(REPO),
     "trailing slash": lambda cwd: f"{REPO}/",
