@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__, guards, local_model, memory, models, settings, values
-from . import memory_budget, path
+from . import memory_budget, path, releases
 
 HELP = (
     "print versions, guard states and settings for this interpreter, and with --model a memory budget; status 1 if a guard"
     " that is on is not active"
 )
 
+_ABSENT = "is not installed"
 _ASK_LIMIT = 300  # seconds for the child: importing mlx_lm may take a while where a disk is slow
 # Run in a child that starts as the server would: the guards are asked there, in the place where they act. The answer
 # goes to a file, since a chained sitecustomize may print what it likes.
@@ -42,6 +43,9 @@ def main(model: str | None = None) -> int:
     print(f"Python {sys.version.split()[0]}, {sys.executable}")
     for name in ("mlx-lm", "mlx", "wrapt"):
         print(f"{name} {_version(name)}")
+    release = _version("mlx-lm")
+    if release != _ABSENT:
+        print(releases.verdict(release))
     total = memory.total()
     print(f"memory of this machine: {memory.shown(total) if total else 'not known'}")
     if model is not None:
@@ -72,7 +76,7 @@ def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "is not installed"
+        return _ABSENT
 
 
 def _ask() -> dict[str, Any] | str:

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from shim.cli import doctor
+from shim.cli.releases import TRIED
 
 REASON = "mlx_lm.server has no mx"
 
@@ -36,6 +37,26 @@ def test_what_is_given_or_not_asked_for_is_no_fault(value, kind, monkeypatch, ca
     monkeypatch.setattr(doctor, "_ask", lambda: found(overwired_memory=kind))
     monkeypatch.setenv("MLX_SHIM_WIRED", value)
     assert doctor.main() == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("release", "says"),
+    [
+        ("0.32.2", "mlx-lm 0.32.2 is one of the releases this shim was tried with"),
+        (
+            "0.33.0",
+            f"mlx-lm 0.33.0 has not been tried with this shim (tried: {', '.join(TRIED)}); the states below say",
+        ),
+        (doctor._ABSENT, None),
+    ],
+)
+def test_whether_the_release_was_tried_is_said_and_decides_nothing(release, says, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_version", lambda name: release if name == "mlx-lm" else "1.0")
+    monkeypatch.setattr(doctor, "_ask", found)
+    assert doctor.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    after = lines[lines.index("wrapt 1.0") + 1]
+    assert after.startswith(says or "memory of this machine")
 
 
 def test_a_child_that_does_not_answer(monkeypatch, capsys):
