@@ -42,6 +42,9 @@ class Inconclusive(Exception):
 
 
 def python_of(line: str) -> str:
+    """The interpreter of a line's environment; the path of an interpreter stands for itself."""
+    if Path(line).is_absolute():
+        return line
     return str(VENVS / line / "bin" / "python")
 
 

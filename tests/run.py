@@ -6,55 +6,33 @@ also holds the test tools and runs them. Nothing here needs more than Python 3.1
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[1]
-VENVS = REPO / ".venvs"
-# mlx-lm and the mlx it is known to run with. 0.31.3 and 0.32.2 are the two lines in use; 0.32.0 is asked about the leak.
-LINES = {"0.31.3": "0.32.0", "0.32.0": "0.32.0", "0.32.2": "0.32.4"}
-NEWEST = "0.32.2"
+import releases
+from releases import NEWEST, REPO, VENVS, make, make_environment
+
+# 0.31.3 and 0.32.2 are the two lines in use; 0.32.0 is asked about the leak.
+LINES = ("0.31.3", "0.32.0", "0.32.2")
 # Releases of wrapt the shim must refuse (1.15.0, 2.2.0), and old ones it must work with.
 WRAPTS = ("1.15.0", "1.16.0", "1.17.3", "2.2.0")
 
 
 def requirements(line: str) -> list[str]:
-    mlx = "mlx" if sys.platform == "darwin" else "mlx[cpu]"
-    wanted = [f"mlx-lm=={line}", f"{mlx}=={LINES[line]}", "wrapt>=1.16,!=2.2.0"]
+    wanted = releases.requirements(line)
     if line == NEWEST:
         project = tomllib.loads((REPO / "pyproject.toml").read_text())
         wanted += project["project"]["optional-dependencies"]["test"]
     return wanted
 
 
-def make(folder: Path, wanted: list[str], build: list[list[str]]) -> None:
-    """Run `build` unless it has been run for just this, by just this Python. A failure leaves nothing half made."""
-    stamp = hashlib.sha256(repr((sys.version, wanted)).encode()).hexdigest()
-    if (folder / "stamp").is_file() and (folder / "stamp").read_text() == stamp:
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    print(f"making {folder.relative_to(REPO)}: {' '.join(wanted)}", flush=True)
-    for command in build:
-        subprocess.run(command, check=True)
-    (folder / "stamp").write_text(stamp)
-
-
 def prepare() -> Path:
     """Every environment; returns the Python that runs the tests."""
     for line in LINES:
-        folder = VENVS / line
-        python = str(folder / "bin" / "python")
-        wanted = requirements(line)
-        make(
-            folder,
-            wanted,
-            [[sys.executable, "-m", "venv", str(folder)], [python, "-m", "pip", "install", "-q", *wanted]],
-        )
+        make_environment(VENVS / line, requirements(line))
     python = VENVS / NEWEST / "bin" / "python"
     for version in WRAPTS:
         folder = VENVS / f"wrapt-{version}"

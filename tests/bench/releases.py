@@ -1,0 +1,83 @@
+"""Every release of mlx-lm in use, under the shim and with stock: what is seen there is docs/compatibility.md.
+
+.venvs/0.32.2/bin/python tests/bench/releases.py [release ...]        (after tests/run.py has made that environment)
+
+Makes an environment for each release where there is none. With releases named, only those are run and the page is
+printed. Status 1 if the shim fails anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import releases
+from compatibility import PAGE, Row, ask_doctor, page
+from releases import NotHere, Pair
+from scenarios import SCENARIOS, Scenario, Stage
+
+import shim
+
+AT_ONCE = 5  # scenarios: on two cores, since most of one is waiting
+
+
+def environments(only: list[str]) -> tuple[dict[Pair, str], dict[Pair, str]]:
+    """The Python of each environment, and why there is none."""
+    found = releases.interpreters()
+    pythons: dict[Pair, str] = {}
+    absent: dict[Pair, str] = {}
+    for pair in releases.pairs(found):
+        if only and pair.release not in only:
+            continue
+        try:
+            pythons[pair] = releases.python_of(pair, found)
+        except NotHere as why:
+            absent[pair] = str(why)
+    return pythons, absent
+
+
+def run(pythons: dict[Pair, str], folder: Path) -> list[Row]:
+    rows = {pair: Row(pair, releases.contents(python)[1], ask_doctor(python)) for pair, python in pythons.items()}
+
+    def job(name: str, pair: Pair, side: str, scenario: Scenario, stage: Stage) -> None:
+        seen = scenario.play(stage)
+        getattr(rows[pair], side).update(seen)
+        print(f"{pair} {side:5} {name}: {seen}", file=sys.stderr, flush=True)
+
+    jobs = []
+    for (name, scenario), pair, side in itertools.product(SCENARIOS.items(), pythons, ("stock", "shim")):
+        where = folder / str(pair) / side / name.replace(" ", "-")
+        stage = scenario.stage(pythons[pair], where, guarded=side == "shim")
+        jobs.append((name, pair, side, scenario, stage))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for done in [pool.submit(job, *each) for each in jobs]:
+            done.result()
+    return list(rows.values())
+
+
+def main() -> int:
+    only = sys.argv[1:]
+    started = time.monotonic()
+    pythons, absent = environments(only)
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = run(pythons, Path(scratch))
+    system = f"{platform.system()} {platform.machine()} with {os.cpu_count()} cores"
+    text = page(rows, absent, shim.__version__, system, time.monotonic() - started)
+    if only:
+        print(text)
+    else:
+        PAGE.write_text(text)
+    return 1 if any("NO" in row.cells() for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
