@@ -49,8 +49,7 @@ that nothing is proved of the shim but that it spoils nothing. The rows `stock` 
 _GUARDS = """
 ## Guards of the heart
 
-What `python -m shim doctor` says in each environment: active, retired (the fault is not there), off, incompatible or
-failed.
+What `python -m shim doctor` says in each environment, in the words of [how it works](how-it-works.md#guards).
 """
 _LOST = """
 ## What is lost where
