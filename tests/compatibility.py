@@ -6,10 +6,13 @@ import re
 import subprocess
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from harness import REPO, clean_environ
-from releases import PYTHONS, Pair
 from scenarios import COLUMNS, Seen, cell
+
+if TYPE_CHECKING:
+    from releases import Pair
 
 PAGE = REPO / "docs" / "compatibility.md"
 # The guards by which a server ends instead of staying as a zombie, tells its clients, and can be asked and stopped.
@@ -88,11 +91,11 @@ def ask_doctor(python: str) -> dict[str, tuple[str, str]]:
     return {name: (kind, reason or "") for name, kind, reason in found}
 
 
-def page(rows: list[Row], absent: dict[Pair, str], version: str, system: str, seconds: float) -> str:
+def page(rows: list[Row], absent: list[str], version: str, system: str, seconds: float) -> str:
+    """`absent`: what was not run, and why."""
     intro = _INTRO.format(date=time.strftime("%Y-%m-%d"), version=version, minutes=max(1, seconds / 60), system=system)
-    return (
-        "\n".join([intro, *_seen(rows), *_not_run(rows, absent), _GUARDS, *_states(rows), _LOST, *_lost(rows)]) + "\n"
-    )
+    missing = ["", *(f"* not run: {text}" for text in absent)] if absent else []
+    return "\n".join([intro, *_seen(rows), *missing, _GUARDS, *_states(rows), _LOST, *_lost(rows)]) + "\n"
 
 
 def _seen(rows: list[Row]) -> list[str]:
@@ -101,13 +104,6 @@ def _seen(rows: list[Row]) -> list[str]:
         lines.append(_line(row.pair.release, row.mlx, row.pair.python, "", *row.cells()))
         lines += [_line("", "", "", side, *row.words(getattr(row, side))) for side in ("stock", "shim")]
     return lines
-
-
-def _not_run(rows: list[Row], absent: dict[Pair, str]) -> list[str]:
-    without = {pair.python for pair in (*absent, *(row.pair for row in rows))}
-    lines = [f"* not run: no Python {version} here" for version in PYTHONS if version not in without]
-    lines += [f"* mlx-lm {pair.release} on Python {pair.python} not run: {why}" for pair, why in absent.items()]
-    return ["", *lines] if lines else []
 
 
 def _states(rows: list[Row]) -> list[str]:

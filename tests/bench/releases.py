@@ -30,18 +30,18 @@ import shim
 AT_ONCE = 5  # scenarios: on two cores, since most of one is waiting
 
 
-def environments(only: list[str]) -> tuple[dict[Pair, str], dict[Pair, str]]:
-    """The Python of each environment, and why there is none."""
+def environments(only: list[str]) -> tuple[dict[Pair, str], list[str]]:
+    """The Python of each environment; and what is not here, in words."""
     found = releases.interpreters()
     pythons: dict[Pair, str] = {}
-    absent: dict[Pair, str] = {}
+    absent = [f"no Python {version} here" for version in releases.PYTHONS if version not in found]
     for pair in releases.pairs(found):
         if only and pair.release not in only:
             continue
         try:
             pythons[pair] = releases.python_of(pair, found)
         except NotHere as why:
-            absent[pair] = str(why)
+            absent.append(str(why))
     return pythons, absent
 
 
