@@ -1,0 +1,66 @@
+"""What a case of tests/drift_cases.py showed: read from the log of its server, a row of a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drift import KINDS
+from harness import REPO
+
+from shim.guards import GUARDS
+
+
+@dataclass
+class Row:
+    """What one case showed."""
+
+    line: str
+    name: str
+    kind: str
+    served: bool = False
+    stall: str = "-"
+    death: str = "-"
+    said: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    log: str = ""
+
+    def __str__(self) -> str:
+        what = "; ".join(self.wrong) or "as it should be"
+        return f"{self.line} {self.name} {self.kind}: stall {self.stall}, death {self.death}: {what}; said: {self.said}"
+
+
+def states(line: str) -> list[tuple[str, str, str]]:
+    """(guard, state, reason) of the start-up line."""
+    pattern = rf"\b({'|'.join(GUARDS)}) (\w+)( \(.*?\)(?=, (?:{'|'.join(GUARDS)}) |$))?"
+    return [(name, kind, why or "") for name, kind, why in re.findall(pattern, line.partition("guards: ")[2])]
+
+
+def faults_of_ours(log: str) -> list[str]:
+    """The tracebacks in a log that end in the shim, or are of an exception of its own. Other lines may lie between."""
+    found = []
+    for block in log.split("Traceback (most recent call last):\n")[1:]:
+        error = re.search(r"^[A-Za-z_][\w.]*(?:: .*)?$", block, re.MULTILINE)
+        traceback = block[: error.start()] if error else block
+        frames = re.findall(r'^  File "(.*?)", line (\d+), in ', traceback, re.MULTILINE)
+        what = error.group() if error else "?"
+        ends_in_ours = frames and frames[-1][0].startswith(str(REPO / "shim"))
+        if ends_in_ours or what.startswith(("shim.", "_mlx_lm_shim.")):
+            at = f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else "?"
+            found.append(f"an exception in {at}: {what[:150]}")
+    return found
+
+
+def table(rows: Iterable[Row]) -> str:
+    """As Markdown: a line for each name, a column for each kind, in each "death / stall", in bold where it is wrong."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        cell = f"{row.death} / {row.stall}"
+        found.setdefault((row.line, row.name), {})[row.kind] = f"**{cell}**" if row.wrong else cell
+    lines = ["| line | name | " + " | ".join(KINDS) + " |", "|---" * (len(KINDS) + 2) + "|"]
+    for (line, name), cells in sorted(found.items()):
+        lines.append(f"| {line} | `{name}` | " + " | ".join(cells.get(kind, "") for kind in KINDS) + " |")
+    return "\n".join(lines)
