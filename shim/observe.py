@@ -100,7 +100,7 @@ def _lose_unseen() -> None:
             "deliveries": engine.deliveries == 0,
             "turns": engine.turns == 0 and not engine.rank,
             "steps": engine.steps == 0 and not single,
-            "batch": batched and engine.batch() is None,
+            "batch": batched and not facts.known["batch"].seen,
         },
     )
 
@@ -241,6 +241,7 @@ def _removed(batch: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 def _inserted(batch: Any, args: Any, kwargs: Any, uids: Any) -> None:
     """Remember whose sequence this is: the entry whose context was put on its queue just before."""
+    facts.saw("batch")
     entry, engine.inserting = engine.inserting, None
     if len(uids) != 1:
         return

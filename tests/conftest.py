@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import harness
@@ -9,6 +10,10 @@ from harness import LINES
 from hypothesis import settings
 
 from shim.cli import tiny_model
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts what it puts into the background so, and each server of a test would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples each time, so that a failure is one of the change; tests/bench/fuzz.py takes others.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
