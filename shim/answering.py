@@ -9,8 +9,9 @@ import time
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from . import anatomy, facts, patch
+from . import anatomy, facts, http, patch, report
 from .engine import engine
+from .errors import ShimError
 
 
 def watch(server: Any) -> None:
@@ -62,17 +63,37 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     facts.saw("answers")
     me = threading.get_ident()
     engine.local.status = None
-    answer = engine.answers[me] = _Answer(instance.wfile) if not facts.has("deliveries") else None
+    stock = instance.wfile
+    answer = engine.answers[me] = _Answer(stock) if _is_needed() else None
     if answer is not None:
         instance.wfile = answer
     try:
         if facts.has("handlers"):
             return wrapped(*args, **kwargs)
         return _answering(wrapped, instance, args, kwargs)
+    except ShimError as error:  # what a waiting handler is told, where error_status does not answer it
+        if answer is None:
+            raise
+        _tell(instance, error, answer)
+        return None
     finally:
+        instance.wfile = stock
         engine.answers.pop(me, None)
         if engine.local.status == 200:  # noqa: PLR2004
             engine.served += 1
+
+
+def _is_needed() -> bool:
+    """Whether the bytes of an answer have to be looked at."""
+    state = report.states.get("error_status")
+    return not facts.has("deliveries") or state is None or state.kind != "active"
+
+
+def _tell(handler: Any, error: ShimError, answer: _Answer) -> None:
+    try:
+        http.answer(handler, error, answer)
+    except OSError as gone:
+        report.debug(f"nobody is there to be told: {gone!r}")
 
 
 def _responded(handler: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -80,20 +101,24 @@ def _responded(handler: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 class _Answer:
-    """A handler's `wfile`, and when bytes were last written to it: all that is seen where deliveries are not."""
+    """A handler's `wfile`, whether bytes were written to it, and when it was last silent for the engine's sake."""
 
     def __init__(self, raw: Any) -> None:
         self.raw = raw
-        self.began = engine.clock
+        self.begun = False
+        self.silent_since = engine.clock
         self.writing = False
 
     def write(self, data: bytes) -> Any:
-        self.writing = True  # a client that does not read is no fault of the engine
+        self.begun = self.writing = True  # a client that does not read is no fault of the engine
         try:
             return self.raw.write(data)
         finally:
             self.writing = False
-            self.began = engine.clock
+            self.silent_since = engine.clock
+
+    def drop(self) -> None:
+        """Nothing is held back here."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)

@@ -53,8 +53,11 @@ class HeldBody:
         return getattr(self.raw, name)
 
 
-def answer(handler: Any, error: ShimError, out: HeldBody) -> None:
-    """Tell the client: as the status where nothing of a body has gone out, else as an SSE event and no [DONE]."""
+def answer(handler: Any, error: ShimError, out: Any) -> None:
+    """Tell the client: as the status where nothing of a body has gone out, else as an SSE event and no [DONE].
+
+    `out` is a HeldBody, or another wrapper of the handler's wfile that knows whether a body has `begun`.
+    """
     body = json.dumps(error.body()).encode()
     handler.close_connection = True
     if out.begun:

@@ -44,9 +44,11 @@ def faults_of_ours(log: str) -> list[str]:
     found = []
     for block in log.split("Traceback (most recent call last):\n")[1:]:
         error = re.search(r"^[A-Za-z_][\w.]*(?:: .*)?$", block, re.MULTILINE)
-        traceback = block[: error.start()] if error else block
+        if error is None:
+            continue  # the process ended while it was printed
+        traceback = block[: error.start()]
         frames = re.findall(r'^  File "(.*?)", line (\d+), in ', traceback, re.MULTILINE)
-        what = error.group() if error else "?"
+        what = error.group()
         ends_in_ours = frames and frames[-1][0].startswith(str(REPO / "shim"))
         if ends_in_ours or what.startswith(("shim.", "_mlx_lm_shim.")):
             at = f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else "?"

@@ -12,22 +12,24 @@ from typing import Any
 
 from .. import patch, report, vocabulary
 from ..errors import ShimError, invalid
-from . import Incompatible, require
+from ..verdicts import Incompatible, has, require
 
 UPSTREAM = "mlx-lm 1505; FAILURE_MODES T3, T7 to T15"
 MODULE = "mlx_lm.server"
 
 CONTEXT = 8  # tokens of the prompt that a logits processor is tried with
+MAKES_STOP = "ResponseGenerator._make_state_machine"
 KNOWN = 1000  # sampling parameters remembered as tried
 
 
-def probe(server: Any) -> None:
+def probe(server: Any) -> str:
     require(
-        server, "ResponseGenerator._tokenize(tokenizer, request, args)", "ResponseGenerator._make_state_machine", "_make_sampler",
-        "_make_logits_processors", "mx.random.state",
+        server, "ResponseGenerator._tokenize(tokenizer, request, args)", "_make_sampler", "_make_logits_processors",
+        "mx.random.state",
     )  # fmt: skip
     if server.mx.random.key(5 << 32 | 7).tolist() != [5, 7]:
         raise Incompatible("a seed is not the state of mx.random: it could not be put back")
+    return "" if has(server, MAKES_STOP) else f"stop strings are not tried: {server.__name__} has no {MAKES_STOP}"
 
 
 def apply(server: Any) -> None:
@@ -40,9 +42,9 @@ class _Rehearsal:
     def __init__(self, server: Any) -> None:
         self.server = server
         self._tried: set[Any] = set()
-        self._initial_state = (
-            "initial_state" in inspect.signature(server.ResponseGenerator._make_state_machine).parameters
-        )
+        # Releases before 0.31.2 have no function for this.
+        makes = server.ResponseGenerator._make_state_machine if has(server, MAKES_STOP) else None
+        self._stop_parameters = inspect.signature(makes).parameters if makes is not None else None
 
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -63,8 +65,9 @@ class _Rehearsal:
     def _rehearse(self, instance: Any, result: Any, args: Any, kwargs: Any) -> Any:
         call = dict(zip(("tokenizer", "request", "args"), args, strict=False)) | kwargs
         tokenizer, asked = call["tokenizer"], call["args"]
+        flat = isinstance(result, list)  # before 0.31.2: the prompt, and no more
         try:
-            prompt, segments, kinds, state, *rest = result
+            prompt, segments, kinds, state, *rest = (result, [result], None, "") if flat else result
         except (TypeError, ValueError) as error:
             report.failed("killer_request", f"_tokenize returns another shape than is known: {error}")
             return result
@@ -72,16 +75,19 @@ class _Rehearsal:
         _check_prompt(prompt, rows.embedding)
         _check_ids(asked, rows.head)
         _check_sampling(asked.sampling, rows.head)
-        self._try_stop(instance, tokenizer, asked.stop_words, state)
+        if self._stop_parameters is not None:
+            self._try_stop(instance, tokenizer, asked.stop_words, state)
         self._try_sampling(tokenizer, asked, rows.head)
         self._try_processors(asked, prompt, rows.head)
+        if flat:
+            return result
         if sum(map(len, segments)) != len(prompt) or not all(segments):
             report.debug("a prompt's segments do not add up: it is served as one")
             segments, kinds = [prompt], ["assistant"]
         return (prompt, segments, kinds, state, *rest)
 
     def _try_stop(self, generator: Any, tokenizer: Any, stop_words: Any, state: str) -> None:
-        named = {"initial_state": state} if self._initial_state else {}
+        named = {"initial_state": state} if "initial_state" in (self._stop_parameters or {}) else {}
         try:
             generator._make_state_machine(generator.model_provider.model_key, tokenizer, stop_words, **named)
         except Exception as error:

@@ -134,7 +134,7 @@ def _check_answers(now: float) -> None:
         _Standing.frame, _Standing.since = frame, now
         _Standing.instruction = frame.f_lasti if frame is not None else 0
     waiting = [answer for answer in list(engine.answers.values()) if answer is not None and not answer.writing]
-    silent = bool(waiting) and all(now - answer.began >= limit for answer in waiting)
+    silent = bool(waiting) and all(now - answer.silent_since >= limit for answer in waiting)
     if limit and silent and now - _Standing.since >= limit:
         _stalled("answers", f"no byte of {len(waiting)} answers and no move of the generation thread for {limit:.0f} s")
     elif engine.stalled is not None and not silent:

@@ -189,7 +189,7 @@ def answering(engine, monkeypatch):
     monkeypatch.setattr(stall.anatomy, "frame_of", lambda thread: state.frame)
     monkeypatch.setattr(stall, "_stalled", lambda who, why: state.verdicts.append(why))
     for n in range(2):
-        engine.answers[n] = types.SimpleNamespace(began=0.0, writing=False)
+        engine.answers[n] = types.SimpleNamespace(silent_since=0.0, writing=False)
         state.answers.append(engine.answers[n])
     stall._check()
     return state
@@ -212,7 +212,7 @@ def test_any_sign_of_life_where_only_bytes_are_seen(engine, answering, sign):
     elif sign == "other frame":
         answering.frame = types.SimpleNamespace(f_lasti=1)
     elif sign == "a byte":
-        answering.answers[0].began = 590.0
+        answering.answers[0].silent_since = 590.0
     elif sign == "a client that does not read":
         for answer in answering.answers:
             answer.writing = True
