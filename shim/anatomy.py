@@ -6,6 +6,7 @@ and a flag that asks the thread to end.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import queue
 import sys
@@ -16,6 +17,12 @@ from types import FrameType
 from typing import Any
 
 _OURS = str(Path(__file__).parent)
+
+# The attributes of stock's generator that are read by name, where they have it.
+ATTRIBUTES = (
+    "_stop", "_generation_thread", "_generation_failed", "_is_distributed", "_rank", "requests", "model_provider",
+    "prompt_cache", "cli_args",
+)  # fmt: skip
 
 
 @dataclass
@@ -37,12 +44,42 @@ def parts_of(generator: Any) -> Parts:
 def is_asked_to_stop(generator: Any) -> bool:
     """Whether somebody has asked the generator to end."""
     parts = parts_of(generator)
-    return parts.asked_to_stop or bool(getattr(generator, parts.stop_flag or "_stop", False))
+    return parts.asked_to_stop or bool(getattr(generator, parts.stop_flag or ATTRIBUTES[0], False))
+
+
+def read(generator: Any, name: str, otherwise: Any = None) -> Any:
+    """An attribute of the generator, one of ATTRIBUTES."""
+    if name not in ATTRIBUTES:
+        raise ValueError(f"{name} is not in ATTRIBUTES, and no test takes it away")
+    return getattr(generator, name, otherwise)
+
+
+def provider_of(generator: Any) -> Any:
+    """What loads and holds the model (stock's ModelProvider), or None."""
+    named = read(generator, "model_provider")
+    return named if named is not None else _first(generator, "load", "model_key")
+
+
+def prompt_cache_of(generator: Any) -> Any:
+    """Stock's LRUPromptCache, or None."""
+    named = read(generator, "prompt_cache")
+    return named if named is not None else _first(generator, "insert_cache", "fetch_nearest_cache")
+
+
+def arguments_of(provider: Any) -> Any:
+    """The server's command line, an argparse.Namespace, which a provider holds; or None."""
+    named = read(provider, "cli_args")
+    held = (value for value in _values(provider) if isinstance(value, argparse.Namespace))
+    return named if named is not None else next(held, None)
+
+
+def _first(generator: Any, *attributes: str) -> Any:
+    return next((v for v in _values(generator) if all(hasattr(v, name) for name in attributes)), None)
 
 
 def thread_of(generator: Any, before: set[threading.Thread] | None = None) -> threading.Thread | None:
     """The thread that generates: one that the generator holds, else one that runs since `before`."""
-    known = getattr(generator, "_generation_thread", None)
+    known = read(generator, "_generation_thread")
     if known is not None:
         return known  # type: ignore[no-any-return] # a stand-in of a program is as good
     held = [value for value in _values(generator) if isinstance(value, threading.Thread)]
@@ -52,6 +89,9 @@ def thread_of(generator: Any, before: set[threading.Thread] | None = None) -> th
 
 def requests_of(generator: Any) -> queue.Queue[Any] | None:
     """The queue from which the generator takes requests."""
+    named = read(generator, "requests")
+    if isinstance(named, queue.Queue):
+        return named
     return next((value for value in _values(generator) if isinstance(value, queue.Queue)), None)
 
 

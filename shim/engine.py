@@ -163,22 +163,37 @@ class Engine:
         """Whether nothing will be generated any more, though the process lives."""
         thread = self.generation_thread
         gone = thread is not None and thread.ident is not None and not thread.is_alive()
-        return gone or bool(getattr(self.generator, "_generation_failed", False))
+        return gone or bool(anatomy.read(self.generator, "_generation_failed", otherwise=False))
 
     @property
     def distributed(self) -> bool:
-        return bool(getattr(self.generator, "_is_distributed", False))
+        return bool(anatomy.read(self.generator, "_is_distributed", otherwise=False))
 
     @property
     def rank(self) -> int:
         """Which of several machines that share a model this is; 0 is the one that listens."""
-        return int(getattr(self.generator, "_rank", 0))
+        return int(anatomy.read(self.generator, "_rank", 0))
 
     @property
     def model_name(self) -> str:
         """What --model named, or "none"."""
-        provider = getattr(self.generator, "model_provider", None)
-        return str(getattr(getattr(provider, "cli_args", None), "model", None) or "none")
+        return str(getattr(self.arguments, "model", None) or "none")
+
+    @property
+    def provider(self) -> Any:
+        """Stock's ModelProvider, which loads and holds the model; None where there is none yet."""
+        return anatomy.provider_of(self.generator)
+
+    @property
+    def arguments(self) -> Any:
+        """The command line of the server, as an object with an attribute for each option; None where it is not known."""
+        known = anatomy.arguments_of(self.provider)
+        return known if known is not None else anatomy.read(self.generator, "cli_args")
+
+    @property
+    def prompt_cache(self) -> Any:
+        """Stock's LRUPromptCache; None where there is none yet."""
+        return anatomy.prompt_cache_of(self.generator)
 
     @property
     def in_flight(self) -> int:

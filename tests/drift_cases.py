@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable
@@ -66,6 +67,7 @@ def touched(line: str, folder: Path, guards: Iterable[str] = GUARDS) -> list[tup
     return [(module, path) for module, path in json.loads(listed.stdout) if module.split(".")[0] == "mlx_lm"]
 
 
+SERVER = "mlx_lm.server"
 Case = tuple[str, str, str]  # module, path, kind
 
 
@@ -103,10 +105,26 @@ class Bench:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return [row for row in pool.map(lambda case: (run or self.run)(*case), wanted) if row is not None]
 
+    def run_each(self, attributes: Iterable[str]) -> list[Row | None]:
+        """The rows of attributes of the generator."""
+        _ = self.stock_answers
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(self.run_attribute, attributes))
+
     def run(self, module: str, path: str, kind: str) -> Row | None:
         changed = drift.mutate(self.sources, module, path, kind)
-        if changed is None:
-            return None
+        return None if changed is None else self.run_changed(module, path, kind, changed)
+
+    def run_attribute(self, name: str) -> Row | None:
+        """An attribute of the server's generator, renamed throughout; None where the release does not have it."""
+        source = self.sources[SERVER]
+        # As an attribute of what holds it: a keyword of the same name belongs to somebody else.
+        changed = re.sub(rf"(?<=\.){name}\b(?!=[^=])", f"{name}_renamed", source)
+        changed = re.sub(rf"\bdef {name}\b", f"def {name}_renamed", changed)
+        changed = re.sub(r"\br\.prompt_cache_renamed\b", "r.prompt_cache", changed)  # of the batch's responses
+        return None if changed == source else self.run_changed(SERVER, name, "renamed", {SERVER: changed})
+
+    def run_changed(self, module: str, path: str, kind: str, changed: drift_package.Sources) -> Row:
         row = Row(self.line, f"{module}.{path}", kind)
         folder = self._folder()
         lay_out(folder, package_of(self.line), changed)

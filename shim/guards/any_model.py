@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from .. import models, patch, settings
+from .. import anatomy, models, patch, settings
 from ..engine import engine
 from ..errors import ShimError
 from . import require
@@ -33,7 +33,7 @@ def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """In the handler's thread: what is raised here is answered to this request alone."""
     named = models.described(args, kwargs)
     if named is not None:
-        line = instance.model_provider.cli_args
+        line = anatomy.arguments_of(anatomy.provider_of(instance))
         _check("model", named.model, models.DEFAULT, line.model)
         _check("draft_model", named.draft, models.DEFAULT, line.draft_model)
         _check("adapters", named.adapter, line.adapter_path)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .. import breaker, errors, facts, fatal, http, ledger, memory, patch, report, settings, state_file
+from .. import anatomy, breaker, errors, facts, fatal, http, ledger, memory, patch, report, settings, state_file
 from ..account import Account
 from ..engine import Hold, engine
 from ..entries import Entry
@@ -79,7 +79,7 @@ def _before(provider: Any) -> Account:
     if _account is not None:
         _account.post(_account.loads)
         return _account
-    arguments = getattr(provider, "cli_args", None)
+    arguments = anatomy.arguments_of(provider)
     rank = engine.rank  # of several machines, or processes, that share a model
     named = [getattr(arguments, name, None) for name in ("host", "port", "model")]
     setting, name = settings.current.state_dir, state_file.key(*named, *([rank] if rank else []))

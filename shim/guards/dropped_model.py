@@ -14,7 +14,7 @@ import traceback
 from types import SimpleNamespace
 from typing import Any
 
-from .. import errors, model_files, models, patch, report
+from .. import anatomy, errors, model_files, models, patch, report
 from ..engine import engine
 from ..errors import ShimError
 from . import Incompatible, Retired, require
@@ -66,7 +66,7 @@ class _Checking:
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         named = models.described(args, kwargs)
         if named is not None:
-            self.check(instance.model_provider, named)
+            self.check(anatomy.provider_of(instance), named)
         return wrapped(*args, **kwargs)
 
     def check(self, provider: Any, named: Any) -> None:

@@ -205,9 +205,8 @@ class _Guard:
         if any(entry is not victim and entry.phase not in (QUEUED, FINISHED) for entry in engine.known()):
             return memory_pressure()
         try:
-            generator = engine.generator
-            requests = usage.active + usage.pool - weights.size(generator.model_provider, self._mx.array)
-            cached = generator.prompt_cache.nbytes
+            requests = usage.active + usage.pool - weights.size(engine.provider, self._mx.array)
+            cached = engine.prompt_cache.nbytes
         except Exception as error:
             report.once(f"memory: what a request takes cannot be told: {error!r}")
             return memory_pressure()
@@ -234,20 +233,20 @@ class _Guard:
     def next_request(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         """Once a turn of the generation loop, first with the model up and nothing in the batch."""
         if self._excess or not self._begun:
-            self._act(instance)
+            self._act()
         return wrapped(*args, **kwargs)
 
     def step(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         """Once a step of a batch: one that is drained for another model asks for no request until it is empty."""
         if self._excess and self._begun and threading.current_thread() is engine.generation_thread:
-            self._act(engine.generator)
+            self._act()
         return wrapped(*args, **kwargs)
 
-    def _act(self, generator: Any) -> None:
+    def _act(self) -> None:
         excess, self._excess = self._excess, 0
         try:
             if self._begun:
-                self._trim(generator, excess)
+                self._trim(excess)
             else:
                 self._begin()
                 self._begun = True
@@ -255,14 +254,15 @@ class _Guard:
             self._begun = True
             report.once(f"memory: {error!r}")
 
-    def _trim(self, generator: Any, excess: int) -> None:
+    def _trim(self, excess: int) -> None:
         """First what nobody has any use for, then entries of the prompt cache, as many as it takes."""
         before, after, held = memory.usage(self._mx), memory.at_rest(self._mx), 0
         left = excess - (before.counted - after.counted)
         if left > 0 and not engine.distributed:  # the prompt caches of ranks have to be the same
-            held = generator.prompt_cache.nbytes
-            generator.prompt_cache.trim_to(n_bytes=held - left)
-            held -= generator.prompt_cache.nbytes
+            entries = engine.prompt_cache
+            held = entries.nbytes
+            entries.trim_to(n_bytes=held - left)
+            held -= entries.nbytes
             after = memory.at_rest(self._mx)
         self._relieved = after.counted < self.soft and not memory.is_critical()
         report.debug(

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from .. import errors, image_fetch, patch, report, settings
+from .. import anatomy, errors, image_fetch, patch, report, settings
 from ..engine import engine
 from ..image_fetch import Allowance, CannotFetch
 from . import Incompatible, Retired, require
@@ -145,7 +145,7 @@ def _refusal(url: str, why: str) -> errors.ShimError:
 
 def _refuse_unless_taken(server: Any, handler: Any, *, fetching: bool) -> None:
     """Raise ShimError where the model that is asked takes no images, or where only a download would tell."""
-    taken = _takes_images(server, handler.response_generator.model_provider, handler.requested_model)
+    taken = _takes_images(server, anatomy.provider_of(handler.response_generator), handler.requested_model)
     if taken is None and fetching:
         raise errors.invalid(
             _FIELD, "whether this model takes images is not known before it is loaded, and until then none is fetched; "

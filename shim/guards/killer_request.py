@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from .. import patch, report, vocabulary
+from .. import anatomy, patch, report, vocabulary
 from ..errors import ShimError, invalid
 from ..verdicts import Incompatible, has, require
 
@@ -71,7 +71,7 @@ class _Rehearsal:
         except (TypeError, ValueError) as error:
             report.failed("killer_request", f"_tokenize returns another shape than is known: {error}")
             return result
-        rows = vocabulary.of(instance.model_provider.model)
+        rows = vocabulary.of(anatomy.provider_of(instance).model)
         _check_prompt(prompt, rows.embedding)
         _check_ids(asked, rows.head)
         _check_sampling(asked.sampling, rows.head)
@@ -89,7 +89,7 @@ class _Rehearsal:
     def _try_stop(self, generator: Any, tokenizer: Any, stop_words: Any, state: str) -> None:
         named = {"initial_state": state} if "initial_state" in (self._stop_parameters or {}) else {}
         try:
-            generator._make_state_machine(generator.model_provider.model_key, tokenizer, stop_words, **named)
+            generator._make_state_machine(anatomy.provider_of(generator).model_key, tokenizer, stop_words, **named)
         except Exception as error:
             raise invalid("stop", f"the stop strings cannot be used: {_what(error)}") from error
 

@@ -45,19 +45,18 @@ def apply(server: Any) -> None:
 def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """All entries are of the model that is loaded, since those of others went when it came."""
     key = models.key_of(args, kwargs)
-    generator = engine.generator
     # In another thread, of a program that loads models itself, the generation thread may be at those very entries.
-    ours = getattr(generator, "model_provider", None) is instance
+    ours = engine.provider is instance
     ours = ours and threading.current_thread() is engine.generation_thread
     if ours and instance.model_key is not None and instance.model_key != key:
         try:
-            generator.prompt_cache.trim_to(n_sequences=0)
+            engine.prompt_cache.trim_to(n_sequences=0)
         except Exception as error:
             report.line(f"the prompt cache of the former model stays: {error!r}")
     return wrapped(*args, **kwargs)
 
 
 def _insert(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    if instance is getattr(engine.generator, "prompt_cache", None):
+    if instance is engine.prompt_cache:
         args, kwargs = handover.take_over(args, kwargs)
     return wrapped(*args, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import models, patch, report
+from .. import anatomy, models, patch, report
 from . import Retired, require
 
 UPSTREAM = "mlx-lm 98, settled for the very name that --model gives"
@@ -62,7 +62,7 @@ class _Naming:
         if named is not None:
             arguments = args[1] if len(args) > 1 else kwargs["generation_args"]
             try:
-                arguments.model = self.rename(instance.model_provider, named)
+                arguments.model = self.rename(anatomy.provider_of(instance), named)
             except Exception as error:  # stock then does with it what it does
                 report.debug(f"a model's name is left as it is: {error!r}")
         return wrapped(*args, **kwargs)

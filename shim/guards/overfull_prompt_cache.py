@@ -51,7 +51,7 @@ def apply(server: Any) -> None:
 
 
 def _insert(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    room = _room() if instance is getattr(engine.generator, "prompt_cache", None) else None
+    room = _room() if instance is engine.prompt_cache else None
     if room is None:
         return wrapped(*args, **kwargs)
     args, kwargs = handover.take_over(args, kwargs)
@@ -65,7 +65,7 @@ def _next_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Once a turn of the loop."""
     room = _room() if instance is engine.generator else None
     if room is not None:
-        _trim(instance.prompt_cache, room)
+        _trim(engine.prompt_cache, room)
     return wrapped(*args, **kwargs)
 
 
@@ -76,8 +76,8 @@ def _room() -> int | None:
     is left to stock.
     """
     try:
-        provider = engine.generator.model_provider
-        limit: int | None = provider.cli_args.prompt_cache_bytes
+        provider = engine.provider
+        limit: int | None = engine.arguments.prompt_cache_bytes
         if limit is None or provider.pipeline_group is not None:
             return None
         batch = None if engine.single else engine.batch()
@@ -93,7 +93,7 @@ def _fits(entry: Any, room: int) -> bool:
     except Exception as error:  # what stock, or another guard, does with it
         report.debug(f"an entry of the prompt cache cannot be counted: {error!r}")
         return True
-    if size > engine.generator.model_provider.cli_args.prompt_cache_bytes:
+    if size > engine.arguments.prompt_cache_bytes:
         report.once("the cache of a request is larger than --prompt-cache-bytes: no such cache is kept")
     return bool(size <= room)
 

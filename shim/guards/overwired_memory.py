@@ -82,7 +82,7 @@ def most(policy: Wired | None, model: int, total: int) -> float:
 def _weight(mx: Any) -> int:
     """Of the loaded model; 0, as before one is loaded, where it does not tell: stock asks outside any `try`."""
     try:
-        return weights.size(getattr(engine.generator, "model_provider", None), mx.array)
+        return weights.size(engine.provider, mx.array)
     except Exception as error:
         report.once(f"what the model takes cannot be told, and nothing is wired for it: {error!r}")
         return 0

@@ -177,7 +177,7 @@ class _Keeping:
         entry = handover.entry_of(args, kwargs)
         if isinstance(entry, _Nothing):
             return None
-        if entry is not None and instance is getattr(engine.generator, "prompt_cache", None):
+        if entry is not None and instance is engine.prompt_cache:
             try:
                 sum(layer.nbytes for layer in entry)
                 self.can_trim(entry)

@@ -77,7 +77,7 @@ def _check() -> None:
 def _note_pause(entries: list[Entry], now: float) -> None:
     """With the batch full of requests in decode, stock prefills nobody: that is waiting, not stalling."""
     global _paused
-    arguments = getattr(engine.generator, "cli_args", None)
+    arguments = engine.arguments
     width = max(getattr(arguments, "decode_concurrency", 32), getattr(arguments, "prompt_concurrency", 8))
     if sum(entry.phase == DECODE for entry in entries) >= width:
         _paused = now
@@ -109,7 +109,7 @@ def _judge(entry: Entry, entries: list[Entry], engine: Engine) -> str | None:
 
 def _drafting() -> bool:
     """Whether somebody is served alone beside a draft model: stock reports no progress of such a prompt."""
-    return engine.single and getattr(getattr(engine.generator, "model_provider", None), "draft_model", None) is not None
+    return engine.single and getattr(engine.provider, "draft_model", None) is not None
 
 
 class _Standing:

@@ -41,7 +41,7 @@ def _may_shrink(caches: Any) -> bool:
 
     With --kv-bits (served alone, from 0.32 on) those past --quantized-kv-start are quantized.
     """
-    bits = getattr(engine.generator.model_provider.cli_args, "kv_bits", None)
+    bits = getattr(engine.arguments, "kv_bits", None)
     return bits is not None and any(hasattr(cache, "to_quantized") for cache in caches)
 
 
@@ -60,7 +60,7 @@ class _Guard:
     def learn(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         try:
             caches = handover.entry_of(args, kwargs)
-            if caches and instance is engine.generator.prompt_cache and not _may_shrink(caches):
+            if caches and instance is engine.prompt_cache and not _may_shrink(caches):
                 self._cost = kv_cost.learn(caches)
             if self._overhead is None:
                 memory.give_back()
@@ -78,18 +78,18 @@ class _Guard:
         # Other ranks would go on without us, and another generator may have another model.
         if instance is engine.generator and not engine.distributed:
             try:
-                self._admit(self._cost, instance, len(result[0]))
+                self._admit(self._cost, len(result[0]))
             except ShimError:
                 raise
             except Exception as error:
                 report.once(f"what a prompt would take cannot be told: {error!r}")
         return result
 
-    def _admit(self, cost: kv_cost.Cost, generator: Any, tokens: int) -> None:
-        hard, cached, batch = settings.current.memory_hard, generator.prompt_cache.nbytes, engine.batch()
+    def _admit(self, cost: kv_cost.Cost, tokens: int) -> None:
+        hard, cached, batch = settings.current.memory_hard, engine.prompt_cache.nbytes, engine.batch()
         running = batch.prompt_cache_nbytes if batch is not None else 0
         if self._weights is None:
-            self._weights = weights.size(generator.model_provider, self._mx.array)
+            self._weights = weights.size(engine.provider, self._mx.array)
         now = max(self._weights, self._mx.get_active_memory() - cached - running) + (self._overhead or 0)
         self._fixed = min(self._fixed, now)
         if self._fixed >= hard:
@@ -110,4 +110,4 @@ class _Guard:
         together = now + (len(others) + 1) * cost.bytes_of(max([*others, tokens]))
         if others and together > hard:
             raise memory_pressure()
-        generator.prompt_cache.trim_to(n_bytes=max(0, hard - together))
+        engine.prompt_cache.trim_to(n_bytes=max(0, hard - together))

@@ -72,8 +72,7 @@ def _prompt_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Stock's own caches for a request served alone; one that is quantized or trimmed cannot rotate."""
     if len(args) > 1 or "max_kv_size" in kwargs or _makes_its_own(args[0] if args else kwargs["model"]):
         return wrapped(*args, **kwargs)
-    provider = getattr(engine.generator, "model_provider", None)
-    if getattr(getattr(provider, "cli_args", None), "kv_bits", None) or getattr(provider, "draft_model", None):
+    if getattr(engine.arguments, "kv_bits", None) or getattr(engine.provider, "draft_model", None):
         report.once("MLX_SHIM_MAX_KV_SIZE does nothing with --kv-bits or a draft model")
         return wrapped(*args, **kwargs)
     return wrapped(*args, **kwargs, max_kv_size=settings.current.max_kv_size)

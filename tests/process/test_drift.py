@@ -15,6 +15,8 @@ from drift_cases import HEART, Bench, cases, touched
 from drift_report import table
 from harness import LINES
 
+from shim.anatomy import ATTRIBUTES
+
 PARTS = 4  # of a line: the workers take one each
 
 
@@ -46,6 +48,15 @@ def test_the_heart_beats_on(line, part, benches, tmp_path):
     begun = time.monotonic()
     rows = benches(line).run_all(wanted(line, tmp_path)[part::PARTS])
     print(f"{len(rows)} cases in {time.monotonic() - begun:.0f} s\n{table(rows)}")
+    wrong = [row for row in rows if row.wrong]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_heart_beats_on_without_an_attribute_that_is_read_by_name(line, benches):
+    rows = [row for row in benches(line).run_each(ATTRIBUTES) if row is not None]
+    print(table(rows))
+    assert len(rows) >= len(ATTRIBUTES) - 1, "one is there from 0.32 on"
     wrong = [row for row in rows if row.wrong]
     assert not wrong, "\n".join(map(str, wrong))
 

@@ -218,7 +218,7 @@ def test_a_batch_that_is_drained_is_trimmed_beside(guard, engine):
     """It asks for no request until it is empty."""
     it = guard()
     trimmed = []
-    it.guard._trim = lambda generator, excess: trimmed.append((generator, excess))
+    it.guard._trim = trimmed.append
     engine.generator = types.SimpleNamespace(_generation_thread=threading.Thread())
     it.look(810)
     assert it.guard.step(lambda: "stepped", None, (), {}) == "stepped"
@@ -226,4 +226,4 @@ def test_a_batch_that_is_drained_is_trimmed_beside(guard, engine):
     engine.generator = types.SimpleNamespace(_generation_thread=threading.current_thread())
     for _ in range(2):
         assert it.guard.step(lambda: "stepped", None, (), {}) == "stepped"
-    assert trimmed == [(engine.generator, 50 * MIB)]
+    assert trimmed == [50 * MIB]
