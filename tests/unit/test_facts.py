@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from shim import boot, facts, report
+from shim import boot, facts, report, settings
 from shim.guards import GUARDS, HEART
 
 
@@ -92,3 +92,40 @@ def test_a_loss_at_run_time_changes_the_states_and_is_said(seen, monkeypatch, ca
     report.failed("stall", "its check failed")
     seen("turns")
     assert report.states["stall"].kind == "failed", "what has failed stays so"
+
+
+def test_the_first_line_says_what_of_the_heart_is_lost(monkeypatch, lines):
+    states = {name: report.State("active") for name in GUARDS}
+    states |= {"stall": report.State("incompatible", "why"), "bad_request": report.State("incompatible", "why")}
+    states["endless_wait"] = report.State("degraded", "cannot see loads")
+    states["crash_loop"] = report.State("off", "MLX_SHIM_CRASH_LOOP is off")
+    monkeypatch.setattr(report, "states", states)
+    boot._announce()
+    first, *others = lines
+    assert first.endswith(f"guards: {len(GUARDS) - 4} active, 1 degraded, 1 off, 2 incompatible; LOST: stall")
+    assert sorted(others) == [
+        "bad_request incompatible (why)",
+        "endless_wait degraded (cannot see loads)",
+        "stall incompatible (why)",
+    ]
+
+
+def test_no_guard_is_left_out_however_many_are_incompatible(monkeypatch, capfd):
+    """In one line the last of them were cut off, when they were needed most."""
+    reason = "mlx_lm.server has no " + "ResponseGenerator.a_name_that_is_long" * 3
+    monkeypatch.setattr(report, "states", {name: report.State("incompatible", reason) for name in GUARDS})
+    boot._announce()
+    said = capfd.readouterr().err
+    assert all(f"mlx-lm-shim: {name} incompatible ({reason})\n" in said for name in GUARDS)
+    assert all(name in said.splitlines()[0] for name in HEART)
+
+
+def test_each_setting_in_force_has_a_line(monkeypatch, lines):
+    monkeypatch.setenv("MLX_SHIM_DRAIN", "5s")
+    monkeypatch.setenv("MLX_SHIM_EXIT_GRACE", "1s")
+    monkeypatch.setenv("MLX_SHIM_API_KEY_FILE", "/the/secret/itself")
+    current, _, _ = settings.load()
+    monkeypatch.setattr(settings, "current", current)
+    monkeypatch.setattr(report, "states", {})
+    boot._announce()
+    assert lines[1:] == ["MLX_SHIM_DRAIN=5s", "MLX_SHIM_API_KEY_FILE=set"]
