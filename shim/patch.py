@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import re
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,8 @@ wrapt, missing = _import_wrapt()
 
 # What `undone_on_error` would have to restore: owner, name, and what was there (None: nothing of its own).
 _journal: list[tuple[Any, str, Any]] = []
+# For each function of stock, who has wrapped it: innermost first. A guard by its name, the rest of the shim by its module.
+layers: dict[str, list[str]] = {}
 
 
 def wrap(module: Any, path: str, wrapper: Wrapper) -> None:
@@ -59,6 +62,8 @@ def wrap(module: Any, path: str, wrapper: Wrapper) -> None:
     *parents, name = path.split(".")
     owner = functools.reduce(getattr, parents, module)
     _journal.append((owner, name, vars(owner).get(name)))
+    if isinstance(module, types.ModuleType):  # and no copy, on which something is tried
+        layers.setdefault(_full_name(owner, name), []).append(_whose(wrapper))
     if wrapt is not None:
         wrapt.wrap_function_wrapper(module, path, wrapper)
         return
@@ -76,6 +81,19 @@ def wrap(module: Any, path: str, wrapper: Wrapper) -> None:
             return wrapper(stock, None, args, kwargs)
 
     setattr(owner, name, replacement)
+
+
+def _full_name(owner: Any, name: str) -> str:
+    """A function by where it is defined: what a module imports from another is the same function."""
+    home = getattr(owner, "__module__", None)
+    return f"{owner.__qualname__}.{name}" if home else f"{owner.__name__}.{name}"
+
+
+def _whose(wrapper: Any) -> str:
+    """The last part of the module that a wrapper, or the object whose method it is, was defined in."""
+    note = getattr(wrapper, "note", wrapper)
+    module = getattr(getattr(note, "__self__", note), "__module__", "") or type(note).__module__
+    return str(module).rpartition(".")[2]
 
 
 def try_wrap(module: Any, path: str, wrapper: Wrapper) -> bool:
@@ -101,6 +119,8 @@ def undone_on_error() -> Iterator[None]:
     except BaseException:
         while len(_journal) > begin:
             owner, name, former = _journal.pop()
+            if layers.get(_full_name(owner, name)):
+                layers[_full_name(owner, name)].pop()
             if former is None:
                 delattr(owner, name)
             else:
@@ -155,4 +175,5 @@ def after(
                     report.line(f"{note.__module__}.{note.__name__} failed and is off from now on: {error!r}")
         return result
 
+    wrapper.note = note  # type: ignore[attr-defined]  # whose it is
     return wrapper

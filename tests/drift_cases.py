@@ -15,6 +15,7 @@ from typing import Any
 
 import drift
 import drift_package
+import wrapping
 from conftest import FaultyModel
 from drift_report import Row, faults_of_ours, states
 from drift_server import Drifted, Host, lay_out, package_of
@@ -51,18 +52,8 @@ json.dump(sorted(touched), sys.stdout)
 
 def touched(line: str, folder: Path, guards: Iterable[str] = GUARDS) -> list[tuple[str, str]]:
     """Every name of stock that these guards and what observes ask for, with each of their settings asking for much."""
-    key = folder / "key"
-    key.touch(0o600)
-    key.write_text("key")
     off = {f"MLX_SHIM_{name.upper()}": "0" for name in GUARDS if name not in guards}
-    much = ("MAX_PROMPT_TOKENS", "MAX_TOKENS", "MAX_CONTEXT", "MAX_KV_SIZE", "MAX_INFLIGHT", "RECYCLE_REQUESTS")
-    asked = {f"MLX_SHIM_{name}": "100000" for name in much} | {
-        "MLX_SHIM_API_KEY_FILE": str(key), "MLX_SHIM_ALLOWED_MODELS": "x", "MLX_SHIM_WIRED": "off",
-        "MLX_SHIM_MEMORY_LIMIT": "1G", "MLX_SHIM_CACHE_LIMIT": "1G", "MLX_SHIM_MEMORY_SOFT": "80%",
-        "MLX_SHIM_MEMORY_HARD": "90%", "MLX_SHIM_STATE_DIR": str(folder), "MLX_SHIM_CRASH_LOOP": "1",
-        "NOTIFY_SOCKET": str(folder / "none"),
-    }  # fmt: skip
-    environ = clean_environ(**asked | off, PYTHONPATH=str(REPO))
+    environ = clean_environ(**wrapping.every_setting(folder) | off, PYTHONPATH=str(REPO))
     listed = subprocess.run([python_of(line), "-c", _LISTS], env=environ, capture_output=True, check=True, text=True)
     return [(module, path) for module, path in json.loads(listed.stdout) if module.split(".")[0] == "mlx_lm"]
 

@@ -26,7 +26,6 @@ __all__ = ["GUARDS", "HEART", "Incompatible", "Refused", "Retired", "Unasked", "
 GUARDS = (
     "generation_death",
     "orphaned_process",
-    "endless_wait",
     "abandoned_request",
     "stall",
     "frozen_interpreter",
@@ -57,6 +56,7 @@ GUARDS = (
     "dropped_model",
     "needless_drain",
     "any_model",
+    "endless_wait",
     "abrupt_stop",
     "grown_process",
     "overwired_memory",

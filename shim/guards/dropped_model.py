@@ -9,6 +9,7 @@ again before the next request, unless several machines share it: they may have f
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import traceback
 from types import SimpleNamespace
@@ -33,7 +34,8 @@ def _drop() -> None:
 
 def probe(server: Any) -> None:
     require(
-        server, "ResponseGenerator.generate(request, generation_args)", "ModelProvider.load", "ModelProvider._load", "ModelDescription", "load",
+        server, "ResponseGenerator.generate(request, generation_args)", "ModelProvider.load", "ModelProvider._load",
+        "ModelDescription", "load",
     )  # fmt: skip
     provider = object.__new__(server.ModelProvider)
     provider.model_key = former = ("a model", None, None)
@@ -42,7 +44,9 @@ def probe(server: Any) -> None:
     provider._tokenizer_config = {}
     provider.reset = _drop  # before stock, from 0.32 on, goes on to ask MLX: an import should not
     try:
-        provider._load(os.devnull)
+        inspect.unwrap(server.ModelProvider._load)(
+            provider, os.devnull
+        )  # stock's own, beneath what others have wrapped
     except _Dropped:
         return
     except (OSError, ValueError):  # it was about to open /dev/null/config.json

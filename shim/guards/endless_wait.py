@@ -33,7 +33,9 @@ def probe(server: Any) -> None:
 
 def apply(server: Any) -> None:
     ledger.checks.append(_check)
-    ledger.admissions.append(_admit)
+    ledger.admissions.append(_refuse)
+    # Outside the guards that look at the models a request names: who is refused must not have one downloaded first.
+    patch.try_wrap(server, "ResponseGenerator.generate", _generate)
     patch.try_wrap(server, "ResponseGenerator.stop_and_join", _stop_and_join)
 
 
@@ -45,7 +47,13 @@ def _check(entry: Entry) -> None:
         raise errors.request_timeout(limit)
 
 
-def _admit() -> None:
+def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    if instance is engine.generator:
+        _refuse()
+    return wrapped(*args, **kwargs)
+
+
+def _refuse() -> None:
     """Before a request is handed to the engine."""
     _refuse_if_over()
     if settings.current.while_loading == "reject" and (engine.loading or engine.booting):

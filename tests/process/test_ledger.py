@@ -278,6 +278,8 @@ def test_a_waiter_on_a_dead_engine_is_told(line, tiny, tmp_path):
         assert not dying.done
         status, answer = server.post({"prompt": "x"}, timeout=10)
         assert (status, answer["error"]["code"]) == (503, "engine_dead")
+        status, answer = server.post({"prompt": "x", "model": "no/such-model"}, timeout=10)
+        assert (status, answer["error"]["code"]) == (503, "engine_dead"), "before it is looked for"
         assert server.get("/health")[1]["status"] == "dead"
         assert server.get("/health/live")[0] == server.get("/v1/models")[0] == 503
 
