@@ -43,8 +43,8 @@ def _import_wrapt() -> tuple[Any, str]:
 wrapt, missing = _import_wrapt()
 
 
-# What `undone_on_error` would have to restore: owner, name, and what was there (None: nothing of its own).
-_journal: list[tuple[Any, str, Any]] = []
+# What `undone_on_error` would have to restore: owner, name, what was there (None: nothing of its own), its layers.
+_journal: list[tuple[Any, str, Any, list[str]]] = []
 # For each function of stock, who has wrapped it: innermost first. A guard by its name, the rest of the shim by its module.
 layers: dict[str, list[str]] = {}
 
@@ -61,9 +61,10 @@ def wrap(module: Any, path: str, wrapper: Wrapper) -> None:
         raise verdicts.Incompatible(f"{path} of {module.__name__} is a generator or coroutine")
     *parents, name = path.split(".")
     owner = functools.reduce(getattr, parents, module)
-    _journal.append((owner, name, vars(owner).get(name)))
-    if isinstance(module, types.ModuleType):  # and no copy, on which something is tried
-        layers.setdefault(_full_name(owner, name), []).append(_whose(wrapper))
+    known = isinstance(module, types.ModuleType)  # and no copy, on which something is tried
+    wrappers = layers.setdefault(_full_name(owner, name), []) if known else []
+    wrappers.append(_whose(wrapper))
+    _journal.append((owner, name, vars(owner).get(name), wrappers))
     if wrapt is not None:
         wrapt.wrap_function_wrapper(module, path, wrapper)
         return
@@ -85,8 +86,7 @@ def wrap(module: Any, path: str, wrapper: Wrapper) -> None:
 
 def _full_name(owner: Any, name: str) -> str:
     """A function by where it is defined: what a module imports from another is the same function."""
-    home = getattr(owner, "__module__", None)
-    return f"{owner.__qualname__}.{name}" if home else f"{owner.__name__}.{name}"
+    return f"{owner.__qualname__ if isinstance(owner, type) else owner.__name__}.{name}"
 
 
 def _whose(wrapper: Any) -> str:
@@ -118,9 +118,8 @@ def undone_on_error() -> Iterator[None]:
         raise
     except BaseException:
         while len(_journal) > begin:
-            owner, name, former = _journal.pop()
-            if layers.get(_full_name(owner, name)):
-                layers[_full_name(owner, name)].pop()
+            owner, name, former, wrappers = _journal.pop()
+            wrappers.pop()
             if former is None:
                 delattr(owner, name)
             else:

@@ -54,3 +54,58 @@ def test_what_runs_after_a_call_never_reaches_the_caller(monkeypatch):
     assert calls == [((1,), 2)], "once broken it is left out"
     assert len(said) == 1
     assert "KeyError('changed upstream')" in said[0]
+
+
+class Refusing(types.ModuleType):
+    """A module of stock's with a class that inherits a function."""
+
+    def __init__(self):
+        super().__init__("stock")
+        self.Base = type("Base", (), {"inherited": lambda self: "inherited"})
+        self.Server = type("Server", (self.Base,), {"own": lambda self: "own"})
+        self.function = lambda: "function"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("half-way"), verdicts.Incompatible("half-way")])
+def test_what_was_wrapped_before_an_error_is_unwrapped(wrap, monkeypatch, error):
+    monkeypatch.setattr(patch, "layers", {})
+    stock = Refusing()
+    before = [dict(vars(thing)) for thing in (stock, stock.Server)]
+    with pytest.raises(type(error)), patch.undone_on_error():
+        for path in ("Server.own", "Server.inherited", "function", "function"):
+            wrap(stock, path, lambda *_: "wrapped")
+        assert stock.function() == stock.Server().inherited() == "wrapped"
+        raise error
+    assert [dict(vars(thing)) for thing in (stock, stock.Server)] == before
+    assert stock.Server().inherited() == "inherited"
+    assert not any(patch.layers.values())
+
+
+def test_what_a_refusal_has_closed_stays_closed(wrap):
+    stock = Refusing()
+    with pytest.raises(verdicts.Refused), patch.undone_on_error():
+        wrap(stock, "Server.own", lambda *_: "closed")
+        raise verdicts.Refused("no key")
+    assert stock.Server().own() == "closed"
+
+
+def test_an_argument_is_found_by_its_name_and_where_the_signature_has_it():
+    def stock(extra, request, timeout=None):
+        raise AssertionError("it is not called")
+
+    assert patch.given(stock, ("e", "r"), {}, "request", 0) == "r", "not the first: the signature tells"
+    assert patch.given(stock, ("e",), {"request": "r"}, "request", 0) == "r"
+    assert patch.given(stock, ("e", "r"), {}, "timeout", 0) is None
+    assert patch.given(len, ("r",), {}, "unknown", 0) == "r", "where the signature does not tell, the position does"
+
+
+def test_a_generator_function_is_not_wrapped(wrap):
+    stock = Refusing()
+
+    def lazy(self):
+        yield 1
+
+    stock.Server.lazy = lazy
+    with pytest.raises(verdicts.Incompatible, match="is a generator"):
+        wrap(stock, "Server.lazy", lambda *_: None)
+    assert not patch.try_wrap(stock, "Server.lazy", lambda *_: None)
