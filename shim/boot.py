@@ -93,9 +93,9 @@ _KINDS: dict[type[Exception], report.Kind] = {
 
 def _apply(name: str, module: Any) -> report.State:
     guard = _guard(name)
-    needs = getattr(guard, "NEEDS", None)
-    if not settings.current.guard_is_on(name) or (needs and not getattr(settings.current, needs)):
-        return _off(name, needs)
+    asked_for = guards.settings_of(name)
+    if not settings.current.guard_is_on(name) or (asked_for and not any(map(settings.is_set, asked_for))):
+        return _off(name)
     try:
         lost = guard.probe(module)
         with patch.undone_on_error():
@@ -107,10 +107,11 @@ def _apply(name: str, module: Any) -> report.State:
     return report.State("degraded", lost) if lost else report.State("active")
 
 
-def _off(name: str, needs: str | None = None) -> report.State:
-    if settings.current.guard_is_on(name):
-        return report.State("off", f"{settings.variable(needs or name)} is not set")
-    return report.State("off", f"{settings.variable(name)} is off")
+def _off(name: str) -> report.State:
+    if not settings.current.guard_is_on(name):
+        return report.State("off", f"{settings.variable(name)} is off")
+    *others, last = map(settings.variable, guards.settings_of(name))
+    return report.State("off", f"{', '.join(others)} and {last} are not set" if others else f"{last} is not set")
 
 
 def _server_starts() -> None:
@@ -162,9 +163,10 @@ def _unkept() -> list[str]:
     """What a setting asks for and no guard gives: reasons not to start. That a guard's switch wants it so is said."""
     reasons = []
     for name in guards.GUARDS:
-        needs = guards.needs(name)
-        if not needs or not getattr(settings.current, needs):
+        asked_by = [setting for setting in guards.settings_of(name) if settings.is_set(setting)]
+        if not asked_by or not guards.is_required(name):
             continue
+        needs = asked_by[0]
         state = report.states.get(name)
         if not settings.current.guard_is_on(name):
             report.line(f"{settings.variable(needs)} has no effect: {settings.variable(name)} is off")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .breaker import Limit
-from .guards import GUARDS, Unasked
+from .guards import GUARDS
 from .values import (
     OFF,
     ON,
@@ -263,8 +263,8 @@ def in_force(environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
     return found
 
 
-def asked_by(*names: str) -> None:
-    """Raise Unasked where none of these settings, 0 or empty, asks for anything."""
-    if not any(getattr(current, name) for name in names):
-        *most, last = map(variable, names)
-        raise Unasked(f"{', '.join(most)} and {last} ask for nothing" if most else f"{last} asks for nothing")
+def is_set(name: str) -> bool:
+    """Whether a setting asks for anything: 0 and empty do not, but where the default is stock's own value 0 is one too."""
+    default = next(f.default for f in fields(Settings) if f.name == name)
+    value = getattr(current, name)
+    return bool(value) or (default is None and value is not None)

@@ -130,8 +130,8 @@ def _print_guards(found: dict[str, Any]) -> list[str]:
 
 def _asked_for(in_force: settings.Settings) -> dict[str, str]:
     """By guard: the variable without which it would be off, and with which no server starts unless it is at work."""
-    named = {name: guards.needs(name) for name in guards.GUARDS}
-    return {name: settings.variable(needs) for name, needs in named.items() if needs and getattr(in_force, needs)}
+    required = {name: guards.settings_of(name)[0] for name in guards.GUARDS if guards.is_required(name)}
+    return {name: settings.variable(setting) for name, setting in required.items() if getattr(in_force, setting)}
 
 
 def _print_settings() -> list[str]:

@@ -9,8 +9,8 @@ A guard's module has a docstring that says what goes wrong and how it is answere
     apply(m)    wraps names of that module
     LIVES_BY    where there are any: the facts (shim/facts.py) by which it lives, and what it cannot tell without each;
                 its state is computed from them
-    NEEDS       where there is one: the setting the guard works by. Without it the guard is off; with it no server starts
-                unless the guard is at work, or off by its switch
+    SETTINGS    where there are any: the settings that ask for the guard; with none of them set it is off
+    REQUIRED    True where no server may start with such a setting unless the guard is at work, or off by its switch
 
 Whether a guard is on is its switch, MLX_SHIM_<NAME>. Guards do not call one another: they share `engine`.
 """
@@ -21,7 +21,7 @@ import importlib
 
 from ..verdicts import Incompatible, Refused, Retired, Unasked, require
 
-__all__ = ["GUARDS", "HEART", "Incompatible", "Refused", "Retired", "Unasked", "needs", "require"]
+__all__ = ["GUARDS", "HEART", "Incompatible", "Refused", "Retired", "Unasked", "is_required", "require", "settings_of"]
 
 GUARDS = (
     "generation_death",
@@ -71,6 +71,11 @@ GUARDS = (
 HEART = ("generation_death", "stall", "endless_wait", "frozen_interpreter", "untruthful_health", "abrupt_stop")
 
 
-def needs(name: str) -> str | None:
-    """The setting that the guard works by, where there is one."""
-    return getattr(importlib.import_module(f"{__name__}.{name}"), "NEEDS", None)
+def settings_of(name: str) -> tuple[str, ...]:
+    """The settings that ask for the guard; none where it is there for every server."""
+    return getattr(importlib.import_module(f"{__name__}.{name}"), "SETTINGS", ())
+
+
+def is_required(name: str) -> bool:
+    """Whether no server may start that asks for the guard and does not get it."""
+    return getattr(importlib.import_module(f"{__name__}.{name}"), "REQUIRED", False)

@@ -17,10 +17,10 @@ from . import require
 
 UPSTREAM = "mlx-lm 1892, 1893, 152"
 MODULE = "mlx_lm.server"
+SETTINGS = ("allowed_models",)
 
 
 def probe(server: Any) -> None:
-    settings.asked_by("allowed_models")
     require(server, "ResponseGenerator.generate(request, generation_args)", "scan_cache_dir")
 
 

@@ -22,6 +22,7 @@ from . import require
 
 UPSTREAM = "mlx-lm 854, 883, 1390, 1480, 1666; mlx 3186, 3346"
 MODULE = "mlx_lm.server"
+SETTINGS = ("memory_soft", "memory_hard")
 LIVES_BY = {
     "turns": facts.NEEDED,
     "deliveries": "no request can be ended for its memory",
@@ -41,7 +42,6 @@ GRACE, STEP_GRACE = 10.0, 60.0
 
 
 def probe(server: Any) -> None:
-    settings.asked_by("memory_soft", "memory_hard")
     require(
         server, "mx.get_active_memory", "mx.get_cache_memory", "mx.clear_cache", "ResponseGenerator._next_request",
         "APIHandler.handle_completion", "LRUPromptCache.trim_to", "BatchGenerator.next",

@@ -18,6 +18,7 @@ from . import Incompatible
 
 UPSTREAM = "mlx-lm 1834; no upstream issue names the GIL"
 MODULE = "mlx_lm.server"
+SETTINGS = ("gil_deadline",)
 
 _armed_at = 0.0
 _ours = 0  # the thread whose call to faulthandler is our own, while it makes one
@@ -25,7 +26,6 @@ _foreign = False
 
 
 def probe(server: Any) -> None:
-    settings.asked_by("gil_deadline")
     if report.stderr_fd() is None:
         raise Incompatible("stderr is closed, and faulthandler has nowhere to write")
 

@@ -20,6 +20,7 @@ from . import require
 
 UPSTREAM = "mlx-lm 854, 1480, 1845 and others, each a way to grow"
 MODULE = "mlx_lm.server"
+SETTINGS = ("recycle_requests", "recycle_tokens", "recycle_age", "recycle_memory")
 LIVES_BY = {"turns": facts.NEEDED, "deliveries": "requests and tokens are not counted, nor seen to be in flight"}
 
 EVERY = 1.0  # seconds between two looks
@@ -28,7 +29,6 @@ TWICE = 2  # times the limit: it no longer waits for an idle moment
 
 
 def probe(server: Any) -> None:
-    settings.asked_by("recycle_requests", "recycle_tokens", "recycle_age", "recycle_memory")
     require(
         server, "ResponseGenerator._next_request", "mx.get_active_memory", "mx.get_cache_memory", "mx.clear_cache",
     )  # fmt: skip

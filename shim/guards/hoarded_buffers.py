@@ -10,15 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 from .. import memory, patch, report, settings
-from . import Unasked, require
+from . import require
 
 UPSTREAM = "mlx-lm 828; FAILURE_MODES M8"
 MODULE = "mlx_lm.server"
+SETTINGS = ("memory_limit", "cache_limit")
 
 
 def probe(server: Any) -> None:
-    if not _wanted():
-        raise Unasked("MLX_SHIM_MEMORY_LIMIT and MLX_SHIM_CACHE_LIMIT are stock's")
     require(server, "mx.set_cache_limit", "mx.set_memory_limit", "ResponseGenerator.__init__")
 
 

@@ -20,7 +20,8 @@ from . import Refused, require
 
 UPSTREAM = "mlx-lm 1687, 1695"
 MODULE = "mlx_lm.server"
-NEEDS = "api_key_file"
+SETTINGS = ("api_key_file",)
+REQUIRED = True
 
 _PUBLIC = ("/health", "/health/live", "/health/ready")
 LINGER = 1.0  # seconds: not for long, as anybody can have it

@@ -17,7 +17,8 @@ from . import Incompatible, require
 
 UPSTREAM = "mlx-lm 883, 1252, 1666; mlx 3186, 3346"
 MODULE = "mlx_lm.server"
-NEEDS = "wired"
+SETTINGS = ("wired",)
+REQUIRED = True
 
 # Where a server calls it: at its start, in every BatchGenerator, around a request that is served alone.
 SITES = ("mlx_lm.server", "mlx_lm.generate", "mlx_lm.utils")

@@ -15,10 +15,10 @@ from . import require
 
 UPSTREAM = "FAILURE_MODES X11, D10"
 MODULE = "mlx_lm.server"
+SETTINGS = ("read_timeout",)
 
 
 def probe(server: Any) -> None:
-    settings.asked_by("read_timeout")
     require(server, "APIHandler.setup", "APIHandler.do_POST")
 
 

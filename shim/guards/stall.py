@@ -17,6 +17,7 @@ from ..verdicts import Incompatible
 
 UPSTREAM = "mlx-lm 1493, 1505, 1598, 1672, 1834"
 MODULE = "mlx_lm.server"
+SETTINGS = ("decode_stall", "prefill_stall")
 LIVES_BY = {
     ("deliveries", "answers"): facts.NEEDED,
     "deliveries": "only silence towards everybody is told, after MLX_SHIM_PREFILL_STALL",
@@ -40,7 +41,6 @@ _stalled_at = 0  # the count of deliveries then
 
 def probe(server: Any) -> None:
     """Have a copy of stock's generator deliver a token and then nothing: that is a stall once the limit is over."""
-    settings.asked_by("decode_stall", "prefill_stall")
     tried = trial.in_decode(server)
     if tried is not None:
         entry, its_engine = tried

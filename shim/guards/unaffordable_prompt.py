@@ -19,10 +19,10 @@ from . import require
 
 UPSTREAM = "mlx-lm 854, 948, 1480; FAILURE_MODES M6"
 MODULE = "mlx_lm.server"
+SETTINGS = ("memory_hard",)
 
 
 def probe(server: Any) -> None:
-    settings.asked_by("memory_hard")
     require(
         server, "mx.get_active_memory", "ResponseGenerator._tokenize(tokenizer, request, args)",
         "LRUPromptCache.insert_cache(model, tokens, prompt_cache)", "LRUPromptCache.trim_to", "ModelProvider._load",

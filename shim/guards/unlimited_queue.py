@@ -14,12 +14,12 @@ from . import require
 
 UPSTREAM = "FAILURE_MODES D10"
 MODULE = "mlx_lm.server"
+SETTINGS = ("max_inflight",)
 
 RETRY_AFTER = 1  # seconds: a place is free as soon as any of the others ends
 
 
 def probe(server: Any) -> None:
-    settings.asked_by("max_inflight")
     require(server, "APIHandler.handle_completion")
 
 

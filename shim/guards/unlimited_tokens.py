@@ -16,10 +16,10 @@ from . import require
 
 UPSTREAM = "mlx-lm 854, 948, 1480; FAILURE_MODES M6, D11"
 MODULE = "mlx_lm.server"
+SETTINGS = ("max_prompt_tokens", "max_tokens", "max_context", "max_kv_size")
 
 
 def probe(server: Any) -> None:
-    settings.asked_by("max_prompt_tokens", "max_tokens", "max_context", "max_kv_size")
     require(
         server, "ResponseGenerator._tokenize(tokenizer, request, args)", "BatchGenerator.__init__(model)",
         "make_prompt_cache(model)",

@@ -83,7 +83,7 @@ def test_doctor_when_all_is_well(line):
     assert answer.returncode == 0, answer.stdout
     assert f"mlx-lm {line}" in answer.stdout
     assert "generation_death        active" in answer.stdout
-    assert "unlimited_queue         off (MLX_SHIM_MAX_INFLIGHT asks for nothing)" in answer.stdout
+    assert "unlimited_queue         off (MLX_SHIM_MAX_INFLIGHT is not set)" in answer.stdout
     assert "sitecustomize chained: none" in answer.stdout
     assert "does not name the shim" not in answer.stdout
 

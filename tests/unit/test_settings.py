@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from shim import settings, values
-from shim.guards import GUARDS, Unasked
+from shim import boot, report, settings, values
+from shim.guards import GUARDS, is_required, settings_of
 
 
 @pytest.mark.parametrize(
@@ -104,21 +106,33 @@ def test_deadlines():
 
 
 @pytest.mark.parametrize(
-    ("given", "names", "reason"),
+    ("guard", "given", "reason"),
     [
-        ({}, ("memory_soft", "memory_hard"), "MLX_SHIM_MEMORY_SOFT and MLX_SHIM_MEMORY_HARD ask for nothing"),
-        ({"memory_hard": 5}, ("memory_soft", "memory_hard"), None),
-        ({"read_timeout": 0.0}, ("read_timeout",), "MLX_SHIM_READ_TIMEOUT asks for nothing"),
-        ({}, ("read_timeout",), None),
-        ({}, ("allowed_models",), "MLX_SHIM_ALLOWED_MODELS asks for nothing"),
-        ({"allowed_models": ("a",)}, ("allowed_models",), None),
+        ("exhausted_memory", {}, "MLX_SHIM_MEMORY_SOFT and MLX_SHIM_MEMORY_HARD are not set"),
+        ("exhausted_memory", {"memory_hard": 5}, None),
+        ("slow_client", {"read_timeout": 0.0}, "MLX_SHIM_READ_TIMEOUT is not set"),
+        ("slow_client", {}, None),
+        ("any_model", {}, "MLX_SHIM_ALLOWED_MODELS is not set"),
+        ("any_model", {"allowed_models": ("a",)}, None),
+        ("hoarded_buffers", {}, "MLX_SHIM_MEMORY_LIMIT and MLX_SHIM_CACHE_LIMIT are not set"),
+        ("hoarded_buffers", {"cache_limit": 0}, None),
+        ("open_door", {}, "MLX_SHIM_API_KEY_FILE is not set"),
+        ("stall", {"guards_off": frozenset({"stall"})}, "MLX_SHIM_STALL is off"),
     ],
 )
-def test_what_asks_for_a_guard(monkeypatch, given, names, reason):
+def test_what_asks_for_a_guard(monkeypatch, guard, given, reason):
+    """One declaration, SETTINGS, says it; a guard that is asked for is probed."""
+    probed = []
     monkeypatch.setattr(settings, "current", settings.Settings(**given))
-    if reason is None:
-        settings.asked_by(*names)
-        return
-    with pytest.raises(Unasked) as caught:
-        settings.asked_by(*names)
-    assert str(caught.value) == reason
+    monkeypatch.setattr(boot._guard(guard), "probe", probed.append)
+    monkeypatch.setattr(boot._guard(guard), "apply", lambda module: None)
+    state = boot._apply(guard, "the module")
+    assert state == (report.State("active") if reason is None else report.State("off", reason))
+    assert probed == (["the module"] if reason is None else [])
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_guard_names_settings_that_there_are(guard):
+    names = {f.name for f in dataclasses.fields(settings.Settings)}
+    assert set(settings_of(guard)) <= names
+    assert not is_required(guard) or len(settings_of(guard)) == 1
