@@ -34,8 +34,8 @@ def _drop() -> None:
 
 def probe(server: Any) -> None:
     require(
-        server, "ResponseGenerator.generate(request, generation_args)", "ModelProvider.load", "ModelProvider._load",
-        "ModelDescription", "load",
+        server, "ResponseGenerator.generate(request, generation_args)", "ModelProvider._load", "ModelDescription",
+        "ModelProvider.load(model_path, adapter_path, draft_model_path)", "load",
     )  # fmt: skip
     provider = object.__new__(server.ModelProvider)
     provider.model_key = former = ("a model", None, None)

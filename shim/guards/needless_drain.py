@@ -19,7 +19,8 @@ MODULE = "mlx_lm.server"
 
 def probe(server: Any) -> None:
     require(
-        server, "ResponseGenerator.generate(request, generation_args)", "ModelProvider.load", "ModelDescription",
+        server, "ResponseGenerator.generate(request, generation_args)", "ModelDescription",
+        "ModelProvider.load(model_path, adapter_path, draft_model_path)",
         "ModelProvider._load(model_path, adapter_path, draft_model_path)",
     )  # fmt: skip
     here, there = (server.ModelDescription(model=name, draft=None, adapter=None) for name in ("/", "/."))
