@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,27 @@ from drift import KINDS
 from harness import REPO
 
 from shim.guards import GUARDS
+
+PAGE = REPO / "docs" / "names.md"
+
+_HEAD = """# Names of stock, taken away one at a time
+
+Made on {date} by
+
+    .venvs/0.32.2/bin/python tests/bench/drift.py
+
+in {minutes:.0f} minutes, on Linux. Do not edit it: run that again. The names are those that the shim wraps, looks up or
+reads, as it noted them itself. For each case a copy of mlx_lm was changed throughout, as a release may change: the name
+renamed; its function with a further required argument, with its result in another shape, or a generator; or its class, or
+function, moved to another module. Then the server had to start and to serve the words that stock serves, a stall had to be
+told, a death had to end the process with 70, and no exception of the shim might reach stock.
+
+A cell is `death / stall`: the exit status, and whether the stall was `told`; `said` where it was not told and a line at
+start had said so. Empty: that change makes no sense for that name, or http.server dictates it. In bold: not as it should be.
+
+{cases} cases, {wrong} not as they should be, {lost} in which the heart was lost.
+
+"""
 
 
 @dataclass
@@ -54,6 +76,16 @@ def faults_of_ours(log: str) -> list[str]:
             at = f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else "?"
             found.append(f"an exception in {at}: {what[:150]}")
     return found
+
+
+def page(rows: list[Row], seconds: float) -> str:
+    """docs/names.md."""
+    counts = {
+        "wrong": sum(bool(row.wrong) for row in rows),
+        "lost": sum("said" in (row.death, row.stall) for row in rows),
+    }
+    date = time.strftime("%Y-%m-%d")
+    return _HEAD.format(date=date, minutes=seconds / 60, cases=len(rows), **counts) + table(rows) + "\n"
 
 
 def table(rows: Iterable[Row]) -> str:

@@ -1,6 +1,8 @@
 """Every name of stock that the shim touches, changed in every way, on both lines: what becomes of the heart. Markdown.
 
 python tests/bench/drift.py [LINE ...] [--heart] [--name PART] [--kind KIND] [--log] [--stock]
+
+With no argument it also writes docs/names.md.
 """
 
 import argparse
@@ -16,6 +18,8 @@ import drift
 import drift_cases
 import drift_report
 from harness import LINES
+
+from shim.anatomy import ATTRIBUTES
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("line", nargs="*", default=LINES)
@@ -37,6 +41,8 @@ for line in given.line:
         try:
             run = bench.serves if given.stock else bench.run
             rows += bench.run_all([case for case in wanted if given.name in f"{case[0]}.{case[1]}"], run)
+            if not sys.argv[1:]:
+                rows += [row for row in bench.run_each(ATTRIBUTES) if row is not None]
         finally:
             bench.close()
 wrong = [row for row in rows if row.wrong]
@@ -46,4 +52,6 @@ for row in wrong:
     print("*", row)
     if given.log:
         print(row.log[-6000:])
+if not sys.argv[1:]:
+    drift_report.PAGE.write_text(drift_report.page(rows, time.monotonic() - begun))
 sys.exit(bool(wrong))

@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib
 import re
 
-from harness import REPO
+import drift
+import drift_cases
+import drift_package
+from drift_server import package_of
+from harness import LINES, REPO
 
 from shim import fatal, settings
 from shim.guards import GUARDS
@@ -41,3 +45,25 @@ def test_every_link_between_pages_leads_somewhere():
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_page_of_names_has_every_name_that_is_touched(tmp_path):
+    """tests/bench/drift.py writes it, of a run over all of them."""
+    page = (REPO / "docs" / "names.md").read_text()
+    for line in LINES:
+        wanted = {
+            f"{module}.{path}"
+            for module, path, _ in drift_cases.cases(drift_cases.touched(line, tmp_path), ["renamed"])
+        }
+        written = set(re.findall(rf"^\| {re.escape(line)} \| `([^`]+)` \|", page, re.MULTILINE))
+        unknown = {name for name in wanted - written if drift_makes_sense(line, name)}
+        assert not unknown, f"{line}: run tests/bench/drift.py"
+    assert ", 0 not as they should be, 0 in which the heart was lost." in page
+
+
+def drift_makes_sense(line, name):
+    """Whether some change is possible: of what belongs to no module of mlx_lm there is none."""
+    sources = drift_package.read(package_of(line))
+    module = max((m for m in sources if name.startswith(f"{m}.")), key=len)
+    path = name.removeprefix(f"{module}.")
+    return any(drift.mutate(sources, module, path, kind) is not None for kind in drift.KINDS)
