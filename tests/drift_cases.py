@@ -19,7 +19,8 @@ import wrapping
 from conftest import FaultyModel
 from drift_report import Row, faults_of_ours, states
 from drift_server import Drifted, Host, lay_out, package_of
-from harness import KILLER, REPO, Inconclusive, Stream, clean_environ, expect_zombie, python_of, wait_until
+from harness import KILLER, REPO, Inconclusive, clean_environ, expect_zombie, python_of, wait_until
+from streams import Stream
 
 from shim.guards import GUARDS
 

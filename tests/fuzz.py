@@ -7,11 +7,14 @@ import json
 import socket
 import string
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bad_requests import CASES
-from harness import Server, Stream
 from hypothesis import strategies as st
+from streams import Stream
+
+if TYPE_CHECKING:
+    from harness import Server
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
 

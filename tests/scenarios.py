@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from conftest import FaultyModel
-from harness import KILLER, REPO, Server, Stream, clean_environ, free_port, wait_until
+from harness import KILLER, REPO, Server, clean_environ, free_port, wait_until
+from streams import Stream
 
 PATIENCE = 6.0  # seconds that stock is given to do better than it does
 ENOUGH = 30.0  # seconds within which the shim has to have done it; a bound, not a measurement

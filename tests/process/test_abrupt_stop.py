@@ -9,7 +9,8 @@ import threading
 import time
 
 import pytest
-from harness import NEWEST, Inconclusive, Server, Stream, wait_until
+from harness import NEWEST, Inconclusive, Server, wait_until
+from streams import Stream
 
 OFF = {"MLX_SHIM_ABRUPT_STOP": "0"}
 LONG = 100_000  # tokens: more than any test waits for

@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 from bad_requests import CASES, CHAT, KILLERS, NEW, OLD
-from harness import NEWEST, REPO, Inconclusive, Server, Stream, clean_environ, python_of, wait_until
+from harness import NEWEST, REPO, Inconclusive, Server, clean_environ, python_of, wait_until
+from streams import Stream
 
 OFF = {"MLX_SHIM_BAD_REQUEST": "0", "MLX_SHIM_KILLER_REQUEST": "0"}
 NORMAL = [{"prompt": f"{n} is a number", "max_tokens": 400, "temperature": 0.0} for n in range(4)]

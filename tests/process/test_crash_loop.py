@@ -9,7 +9,8 @@ import sys
 import time
 
 import pytest
-from harness import KILLER, NEWEST, Inconclusive, Server, Stream, free_port, wait_until
+from harness import KILLER, NEWEST, Inconclusive, Server, free_port, wait_until
+from streams import Stream
 
 pytestmark = pytest.mark.usefixtures("killable")
 

@@ -9,8 +9,9 @@ import threading
 import time
 
 import pytest
-from harness import Inconclusive, Server, Stream
+from harness import Inconclusive, Server
 from model_folders import HUB_NAME, Folders
+from streams import Stream
 
 OFF = {f"MLX_SHIM_{name}": "0" for name in ("DROPPED_MODEL", "NEEDLESS_DRAIN", "ANY_MODEL")}
 # Tokens; each takes 20 ms, until the model is told to hurry. Stock takes up new requests every half second.

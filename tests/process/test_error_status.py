@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from harness import Inconclusive, Server, Stream
+from harness import Inconclusive, Server
+from streams import Stream
 
 # Without the guards that refuse most of it earlier.
 ALONE = {"MLX_SHIM_BAD_REQUEST": "0", "MLX_SHIM_DROPPED_MODEL": "0"}

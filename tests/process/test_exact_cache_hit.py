@@ -10,7 +10,8 @@ import http.client
 
 import hybrid_model
 import pytest
-from harness import ANSWER, NEWEST, Inconclusive, Server, Stream
+from harness import ANSWER, NEWEST, Inconclusive, Server
+from streams import Stream
 
 from shim import fatal
 from shim.cli import tiny_model

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import big_model
 import pytest
-from harness import NEWEST, Inconclusive, Server, Stream, wait_until
+from harness import NEWEST, Inconclusive, Server, wait_until
 from scales import MIB, Scales, patient, text_of, warm
+from streams import Stream
 
 TOKENS = 300  # 32 KiB each
 ENTRY = TOKENS * big_model.bytes_per_token(4096)

@@ -7,7 +7,8 @@ import textwrap
 import time
 
 import pytest
-from harness import NEWEST, Inconclusive, Server, Stream, wait_until
+from harness import NEWEST, Inconclusive, Server, wait_until
+from streams import Stream
 
 
 def posts(server, count):

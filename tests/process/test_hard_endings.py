@@ -9,7 +9,8 @@ import textwrap
 import time
 
 import pytest
-from harness import KILLER, NEWEST, REPO, Server, Stream, clean_environ, expect_zombie, python_of, wait_until
+from harness import KILLER, NEWEST, REPO, Server, clean_environ, expect_zombie, python_of, wait_until
+from streams import Stream
 
 pytestmark = pytest.mark.usefixtures("killable")
 

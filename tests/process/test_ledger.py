@@ -10,7 +10,8 @@ import time
 
 import pytest
 from conftest import FaultyModel
-from harness import KILLER, Inconclusive, Server, Stream, expect_zombie, wait_until
+from harness import Inconclusive, Server, expect_zombie, wait_until
+from streams import Stream, error_of
 
 PATIENT = {"MLX_SHIM_EXIT_GRACE": "10s"}  # whoever is to be told is; it ends as soon as they are
 SHORT = {"MLX_SHIM_DECODE_STALL": "4s", "MLX_SHIM_PREFILL_STALL": "6s", **PATIENT}
@@ -19,16 +20,6 @@ SHORT = {"MLX_SHIM_DECODE_STALL": "4s", "MLX_SHIM_PREFILL_STALL": "6s", **PATIEN
 def fatal_line(server):
     (said,) = [x for x in server.shim_lines() if "fatal:" in x]
     return said
-
-
-def error_of(stream):
-    """The error a stream ended with: as its status, or as its last event."""
-    if stream.status != 200:
-        assert stream.headers["Content-Type"] == "application/json"
-        return json.loads(stream.lines[-1])["error"]
-    last = list(stream.events)[-1]
-    assert "error" in last, stream.lines[-3:]
-    return last["error"]
 
 
 def test_a_death_with_streams_open_and_requests_queued(line, faulty, tmp_path):
@@ -248,54 +239,3 @@ def test_a_livelock_that_starves_one_request(line, faulty, tmp_path, guarded):
             assert error_of(victim.join())["code"] == "engine_stalled"
         elif not server.alive or not victim.thread.is_alive():
             raise Inconclusive("the livelock did not last without the guard")
-
-
-@pytest.mark.parametrize("seed", [{}, {"seed": 1}], ids=["batched", "sequential"])
-def test_a_request_timeout_ends_that_request_alone(line, faulty, tmp_path, seed):
-    model = faulty(kind="none", delay=0.02)
-    environ = {"MLX_SHIM_REQUEST_TIMEOUT": "6s"}
-    with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
-        server.ready()
-        stream = Stream(server, {"prompt": "x", "max_tokens": 100_000, **seed})
-        assert stream.first.wait(30)
-        status, answer = server.post({"prompt": "x", "max_tokens": 100_000, **seed})  # served alone, it waits
-        assert (status, answer["error"]["code"]) == (504, "request_timeout")
-        assert stream.join().status == 200
-        assert not stream.done
-        assert error_of(stream)["code"] == "request_timeout"
-        assert server.post({"prompt": "x", "max_tokens": 10})[0] == 200
-        assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 0, 5)
-
-
-@pytest.mark.usefixtures("killable")
-def test_a_waiter_on_a_dead_engine_is_told(line, tiny, tmp_path):
-    """With the exit turned off, the engine is dead and the process lives: no request hangs all the same."""
-    environ = {"MLX_SHIM_GENERATION_DEATH": "0"}
-    with Server(line, tiny, tmp_path / "log", environ=environ) as server:
-        server.ready()
-        dying = Stream(server, KILLER).join(20)
-        assert error_of(dying)["code"] == "engine_dead"
-        assert not dying.done
-        status, answer = server.post({"prompt": "x"}, timeout=10)
-        assert (status, answer["error"]["code"]) == (503, "engine_dead")
-        status, answer = server.post({"prompt": "x", "model": "no/such-model"}, timeout=10)
-        assert (status, answer["error"]["code"]) == (503, "engine_dead"), "before it is looked for"
-        assert server.get("/health")[1]["status"] == "dead"
-        assert server.get("/health/live")[0] == server.get("/v1/models")[0] == 503
-
-
-def test_control_a_waiter_without_the_guard(line, faulty, tmp_path):
-    """With endless_wait off nothing ends a request: its time does not, and on 0.31.3 no death of the engine either."""
-    model = faulty(kind="RuntimeError", delay=0.05)
-    off = {"MLX_SHIM_ENDLESS_WAIT": "0", "MLX_SHIM_GENERATION_DEATH": "0", "MLX_SHIM_REQUEST_TIMEOUT": "1s"}
-    with Server(line, model.path, tmp_path / "log", args=model.args, environ=off) as server:
-        waiting = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
-        assert waiting.first.wait(30)
-        waiting.thread.join(4)
-        if not waiting.thread.is_alive():
-            raise Inconclusive("the request was ended at its time without the guard")
-        model.fire()
-        if line == "0.31.3":
-            waiting.thread.join(4)
-            if not waiting.thread.is_alive():
-                raise Inconclusive("the waiter was told of the death without the guard")

@@ -7,7 +7,8 @@ import statistics
 import subprocess
 import time
 
-from harness import NEWEST, REPO, Server, Stream, clean_environ, python_of
+from harness import NEWEST, REPO, Server, clean_environ, python_of
+from streams import Stream
 
 MOST = 0.001  # seconds of a core, at one look a second: 0.1 %
 

@@ -6,7 +6,8 @@ import json
 
 import psutil
 import pytest
-from harness import NEWEST, REPO, Inconclusive, Server, Stream, wait_until
+from harness import NEWEST, REPO, Inconclusive, Server, wait_until
+from streams import Stream
 
 MIB = 2**20
 LIMIT, TAKEN = 600 * MIB, 700 * MIB

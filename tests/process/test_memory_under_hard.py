@@ -9,8 +9,9 @@ import json
 import re
 
 from big_model import STEP, big_kv_model, bytes_per_token, vocabulary_bytes
-from harness import NEWEST, Inconclusive, Server, Stream
+from harness import NEWEST, Inconclusive, Server
 from scales import MIB, Scales, patient, text_of, warm
+from streams import Stream
 
 TOKEN = bytes_per_token(4096)
 CHAT = "/v1/chat/completions"

@@ -10,7 +10,8 @@ import json
 import subprocess
 import textwrap
 
-from harness import LINES, REPO, Inconclusive, Server, Stream, clean_environ, python_of, wait_until
+from harness import LINES, REPO, Inconclusive, Server, clean_environ, python_of, wait_until
+from streams import Stream
 
 from shim import fatal
 

@@ -9,7 +9,8 @@ import textwrap
 import time
 
 import pytest
-from harness import Inconclusive, Server, Stream, taken_port, wait_until
+from harness import Inconclusive, Server, taken_port, wait_until
+from streams import Stream
 
 
 def fatal_lines(server):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from big_model import STEP, big_kv_model, bytes_per_token, weight_bytes
-from harness import Inconclusive, Server, Stream, wait_until
+from harness import Inconclusive, Server, wait_until
+from streams import Stream
 
 HEAD_DIM = 4096
 TOKEN = bytes_per_token(HEAD_DIM)  # 32 KiB

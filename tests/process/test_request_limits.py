@@ -6,7 +6,8 @@ import json
 import socket
 
 import pytest
-from harness import NEWEST, Inconclusive, Server, Stream, wait_until
+from harness import NEWEST, Inconclusive, Server, wait_until
+from streams import Stream
 from wire import head, raw, read_all
 
 from shim.cli import tiny_model

@@ -8,8 +8,9 @@ import json
 import subprocess
 
 import pytest
-from harness import NEWEST, REPO, Kept, Stream, free_port, need, python_of, wait_until
+from harness import NEWEST, REPO, Kept, free_port, need, python_of, wait_until
 from headline import RAISES, STALLS, recipe
+from streams import Stream
 
 FOREVER = 100_000  # tokens
 

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from harness import LINES, Inconclusive, Server, Stream, wait_until
+from harness import LINES, Inconclusive, Server, wait_until
+from streams import Stream
 
 from shim.cli import tiny_model
 

@@ -14,8 +14,9 @@ import subprocess
 
 import headline
 import pytest
-from harness import NEWEST, VENVS, Stream, clean_environ, wait_until
+from harness import NEWEST, VENVS, clean_environ, wait_until
 from headline import RAISES
+from streams import Stream
 
 CONTROL = """
 [unix_http_server]

@@ -8,7 +8,8 @@ import socket
 import time
 
 import pytest
-from harness import NEWEST, Inconclusive, Server, Stream, wait_until
+from harness import NEWEST, Inconclusive, Server, wait_until
+from streams import Stream
 
 
 class Systemd:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from harness import Inconclusive, Server, Stream
+from harness import Inconclusive, Server
+from streams import Stream
 
 PATHS = {
     "/v1/completions": {"prompt": "some text"},
