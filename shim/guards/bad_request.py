@@ -14,7 +14,7 @@ from .. import body, http, patch, request
 from ..errors import ShimError
 from . import require
 
-UPSTREAM = "mlx-lm 1505, 1693; FAILURE_MODES T3, T8 to T15, X10"
+UPSTREAM = "mlx-lm 1505, 1693; docs/bad-requests.md has what was seen"
 MODULE = "mlx_lm.server"
 
 BAD_REQUEST = 400

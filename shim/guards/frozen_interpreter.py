@@ -1,7 +1,7 @@
 """The interpreter itself stands still: native code holds the GIL and no Python thread, the watchdog included, runs.
 
-Only a C thread can act then. faulthandler has one: armed for MLX_SHIM_GIL_DEADLINE and re-armed by the watchdog, it dumps
-all stacks and ends the process with status 1. There is one such timer in a process; where the program uses it itself,
+Only a C thread can act then. Here faulthandler's, armed for MLX_SHIM_GIL_DEADLINE and re-armed by the watchdog, dumps all
+stacks and ends the process with status 1. There is one such timer in a process; where the program uses it itself,
 it stays the program's.
 """
 

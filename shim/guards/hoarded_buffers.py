@@ -12,7 +12,7 @@ from typing import Any
 from .. import memory, patch, report, settings
 from . import require
 
-UPSTREAM = "mlx-lm 828; FAILURE_MODES M8"
+UPSTREAM = "mlx-lm 828"
 MODULE = "mlx_lm.server"
 SETTINGS = ("memory_limit", "cache_limit")
 

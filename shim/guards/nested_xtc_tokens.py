@@ -12,7 +12,7 @@ from .. import dry_run, patch
 from ..dry_run import Anything
 from . import Incompatible, Retired, require
 
-UPSTREAM = "none filed; cured in mlx-lm 0.32.0"
+UPSTREAM = "no issue known; cured in mlx-lm 0.32.0"
 MODULE = "mlx_lm.server"
 
 

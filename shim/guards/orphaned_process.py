@@ -1,8 +1,8 @@
 """The server is gone and its generation thread lives: a process that nobody can reach, and that never exits.
 
 The generation thread is started before the port is bound and is no daemon. With the port taken, stock raises OSError
-in main and then waits for that thread for ever, the model loaded, no supervisor the wiser. Whatever ends main, the
-process ends too: 71 where it could not listen, 0 where Ctrl-C asked for it, else 70.
+in main and then waits for that thread for ever. The model stays loaded, and no supervisor notices. Here the process ends
+when main does, whatever ended that: 71 where it could not listen, 0 where Ctrl-C asked for it, else 70.
 """
 
 from __future__ import annotations

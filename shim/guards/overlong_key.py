@@ -12,7 +12,7 @@ from typing import Any
 from .. import patch
 from . import require
 
-UPSTREAM = "none filed; seen on 0.31.3 and 0.32.2"
+UPSTREAM = "no issue known; seen on 0.31.3 and 0.32.2"
 MODULE = "mlx_lm.models.cache"
 
 

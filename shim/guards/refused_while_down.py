@@ -1,7 +1,7 @@
 """While a server restarts and its model loads, nobody listens on the port: who connects is refused.
 
-Where a supervisor passes the listening socket in, by systemd's LISTEN_FDS or from launchd (MLX_SHIM_LAUNCHD_SOCKET), the
-stock server serves on that instead of binding one of its own. The supervisor holds it open all the time, so that
+Here, where a supervisor passes the listening socket in, by systemd's LISTEN_FDS or from launchd
+(MLX_SHIM_LAUNCHD_SOCKET), the stock server serves on that instead of binding one of its own. The supervisor holds it open all the time, so that
 connections made meanwhile wait in the kernel's queue, and the next process answers them. Once the end of this one has
 begun it takes no more out of that queue. Without a passed socket nothing is different.
 """

@@ -13,7 +13,7 @@ from .. import http, incoming, patch, settings
 from ..errors import ShimError
 from . import require
 
-UPSTREAM = "FAILURE_MODES X11, D10"
+UPSTREAM = "no issue known; seen on 0.31.3 and 0.32.2: 300 idle connections hold 300 threads"
 MODULE = "mlx_lm.server"
 SETTINGS = ("read_timeout",)
 

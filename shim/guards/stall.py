@@ -1,8 +1,9 @@
 """The generation thread lives and delivers nothing: blocked in native code at 0 % CPU, or a livelock of its loop.
 
-Iterations prove nothing: the loop of a livelock steps, and reports progress of other prompts. What counts is what was
-delivered to each request, and when. Time alone cannot tell either: one step may prefill eight prompts of others for
-minutes before the next token of those in decode. The rules are in `_judge`.
+Here the stacks of all threads go to the log, clients are told, and the process ends with 70. Iterations prove nothing: the
+loop of a livelock steps, and reports progress of other prompts. What counts is what was delivered to each request, and
+when. Time alone cannot tell either: one step may prefill eight prompts of others for minutes before the next token of
+those in decode. The rules are in `_judge`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ..entries import FINISHED, QUEUED
 from ..errors import ShimError, memory_pressure
 from . import require
 
-UPSTREAM = "mlx-lm 854, 948, 1480; FAILURE_MODES M6"
+UPSTREAM = "mlx-lm 854, 948, 1480"
 MODULE = "mlx_lm.server"
 SETTINGS = ("memory_hard",)
 

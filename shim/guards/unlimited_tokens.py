@@ -14,7 +14,7 @@ from ..engine import engine
 from ..errors import ShimError
 from . import require
 
-UPSTREAM = "mlx-lm 854, 948, 1480; FAILURE_MODES M6, D11"
+UPSTREAM = "mlx-lm 854, 948, 1480"
 MODULE = "mlx_lm.server"
 SETTINGS = ("max_prompt_tokens", "max_tokens", "max_context", "max_kv_size")
 

@@ -8,6 +8,8 @@ import re
 import drift
 import drift_cases
 import drift_package
+import guards_page
+import pytest
 from drift_server import package_of
 from harness import LINES, REPO
 
@@ -30,13 +32,24 @@ def test_the_exit_codes_page_has_every_code():
     assert {int(row[0].strip("`")) for row in rows("exit-codes.md")} >= codes
 
 
-def test_every_guard_is_in_the_readme_and_alike():
-    readme = (REPO / "README.md").read_text()
-    for name in GUARDS:
-        guard = importlib.import_module(f"shim.guards.{name}")
-        assert f"`{name}`" in readme
-        assert guard.__doc__
-        assert all(hasattr(guard, part) for part in ("UPSTREAM", "MODULE", "probe", "apply")), name
+def test_the_page_of_guards_is_what_the_guards_say():
+    assert guards_page.PAGE.read_text() == guards_page.page(), "python tests/bench/guards.py writes it"
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_guard_says_what_goes_wrong_and_what_it_does(name):
+    guard = importlib.import_module(f"shim.guards.{name}")
+    assert all(hasattr(guard, part) for part in ("UPSTREAM", "MODULE", "probe", "apply"))
+    defect, _, answer = guard.__doc__.partition("\n\n")
+    assert defect.endswith(".")
+    assert re.search(r"\b(Here|With MLX_SHIM_)", answer), "a sentence that begins with Here says what happens instead"
+
+
+def test_the_readme_is_for_somebody_with_three_minutes():
+    lines = (REPO / "README.md").read_text().splitlines()
+    assert len(lines) <= 70
+    assert max(map(len, lines)) <= 120
+    assert any(f"{len(GUARDS)} guards]" in line for line in lines)
 
 
 def test_every_link_between_pages_leads_somewhere():
