@@ -199,7 +199,7 @@ sys.meta_path.insert(0, Drift())
     ("path", "strict", "said"),
     [
         # Two that stock calls only when it is stopped with Ctrl-C, or asked for its models.
-        ("ResponseGenerator.stop_and_join", "2", "endless_wait degraded (cannot see joins (mlx_lm.server has no"),
+        ("ResponseGenerator.stop_and_join", "2", "endless_wait degraded (cannot see stops (mlx_lm.server has no"),
         ("APIHandler.handle_models_request", "1", "models_listing incompatible (mlx_lm.server has no"),
     ],
 )
