@@ -44,7 +44,35 @@ def parts_of(generator: Any) -> Parts:
 def is_asked_to_stop(generator: Any) -> bool:
     """Whether somebody has asked the generator to end."""
     parts = parts_of(generator)
-    return parts.asked_to_stop or bool(getattr(generator, parts.stop_flag or ATTRIBUTES[0], False))
+    return parts.asked_to_stop or _is_raised(getattr(generator, parts.stop_flag or ATTRIBUTES[0], False))
+
+
+def ask_to_stop(generator: Any) -> bool:
+    """Raise the flag that ends the generation loop, as stock does. False where there is none that is known."""
+    name = parts_of(generator).stop_flag or stop_flag(generator)
+    if name is None:
+        return False
+    flag = getattr(generator, name)
+    if hasattr(flag, "is_set"):
+        flag.set()
+    else:
+        setattr(generator, name, True)
+    return True
+
+
+def _is_raised(flag: Any) -> bool:
+    """Of a boolean, or of a threading.Event."""
+    return bool(flag.is_set() if hasattr(flag, "is_set") else flag)
+
+
+def is_stock(generator: Any) -> bool:
+    """Whether it is of a class of mlx_lm, and no class of a program's own."""
+    return type(generator).__module__.split(".")[0] == "mlx_lm"
+
+
+def has_ended(thread: Any) -> bool:
+    """Whether a thread, or what a program has in its place, was started and is over."""
+    return getattr(thread, "ident", 0) is not None and not thread.is_alive()
 
 
 def read(generator: Any, name: str, otherwise: Any = None) -> Any:
@@ -100,16 +128,19 @@ def stop_flag(generator: Any) -> str | None:
     if hasattr(generator, "_stop"):
         return "_stop"
     own = getattr(generator, "__dict__", {})
-    flags = [name for name, value in own.items() if value is False and "stop" in name.lower()]
+    flags = [name for name, value in own.items() if _is_flag(value) and "stop" in name.lower()]
     return flags[0] if len(flags) == 1 else None
+
+
+def _is_flag(value: Any) -> bool:
+    return value is False or (hasattr(value, "is_set") and not value.is_set())
 
 
 def running_generator() -> Any:
     """A generator whose thread runs: an object of mlx_lm that holds the thread which runs a method of it. Or None."""
     for thread in threading.enumerate():
         owner = getattr(getattr(thread, "_target", None), "__self__", None)
-        of_mlx_lm = type(owner).__module__.split(".")[0] == "mlx_lm"
-        if of_mlx_lm and any(value is thread for value in _values(owner)):
+        if is_stock(owner) and any(value is thread for value in _values(owner)):
             return owner
     return None
 

@@ -84,9 +84,9 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_needed() -> bool:
-    """Whether the bytes of an answer have to be looked at."""
+    """Whether the bytes of an answer have to be looked at: the first may show that deliveries cannot be seen."""
     state = report.states.get("error_status")
-    return not facts.has("deliveries") or state is None or state.kind != "active"
+    return not facts.has("deliveries") or not engine.deliveries or state is None or state.kind != "active"
 
 
 def _tell(handler: Any, error: ShimError, answer: _Answer) -> None:

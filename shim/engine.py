@@ -115,11 +115,7 @@ class Engine:
 
     def ask_to_stop(self) -> bool:
         """Raise the flag that ends the generation loop, as stock does. False where there is none that is known."""
-        flag = anatomy.parts_of(self.generator).stop_flag or anatomy.stop_flag(self.generator)
-        if flag is None:
-            return False
-        setattr(self.generator, flag, True)
-        return True
+        return anatomy.ask_to_stop(self.generator)
 
     @property
     def uptime(self) -> float:
@@ -162,7 +158,7 @@ class Engine:
     def generation_is_over(self) -> bool:
         """Whether nothing will be generated any more, though the process lives."""
         thread = self.generation_thread
-        gone = thread is not None and thread.ident is not None and not thread.is_alive()
+        gone = thread is not None and anatomy.has_ended(thread)
         return gone or bool(anatomy.read(self.generator, "_generation_failed", otherwise=False))
 
     @property
@@ -222,6 +218,9 @@ class Engine:
     def let_go(self, entry: Entry) -> None:
         """The generation thread has nothing more to do with it."""
         self.leaving.pop(entry.id, None)
+        if entry.handler is None:  # a program called `generate` itself: nobody else will close it
+            entry.phase = FINISHED
+            self.close(entry)
 
     def stop(self, entry: Entry) -> None:
         """Have its generation stopped, wherever it is; others go on."""

@@ -29,6 +29,7 @@ class Fact:
     # Each request that is served passes it: where it was not seen by then, its wrapper is in the wrong place.
     in_every_request: bool = False
     seen: bool = False
+    was_unseen: bool = False  # it is lost for that reason, and may be seen yet
     lost: str | None = _UNWATCHED
 
 
@@ -69,7 +70,10 @@ def watch(name: str, begin: Callable[[], None]) -> None:
 
 def saw(name: str) -> None:
     """A fact was seen once more."""
-    known[name].seen = True
+    fact = known[name]
+    fact.seen = True
+    if fact.was_unseen:
+        regain(name)
 
 
 def lose(name: str, why: str) -> None:
@@ -77,8 +81,20 @@ def lose(name: str, why: str) -> None:
     fact = known[name]
     if fact.lost is None:
         fact.lost = why
-        for judge_anew in on_loss:
-            judge_anew()
+        _judge_anew()
+
+
+def regain(name: str) -> None:
+    """A fact that was lost because it had not been seen is seen after all."""
+    fact = known[name]
+    if fact.was_unseen:
+        fact.was_unseen, fact.lost = False, None
+        _judge_anew()
+
+
+def _judge_anew() -> None:
+    for judge_anew in on_loss:
+        judge_anew()
 
 
 def has(name: str) -> bool:
@@ -91,10 +107,15 @@ def lose_unseen(why: str, also: Mapping[str, bool]) -> None:
 
     `also` holds facts that are counted elsewhere, and whether they were not seen.
     """
+    changed = False
     for fact in list(known.values()):
         unseen = also.get(fact.name, fact.in_every_request and not fact.seen)
         if unseen and fact.lost is None:
-            lose(fact.name, why)
+            fact.lost, fact.was_unseen, changed = why, True, True
+        elif not unseen and fact.was_unseen:
+            fact.lost, fact.was_unseen, changed = None, False, True
+    if changed:
+        _judge_anew()
 
 
 def judge(lives_by: LivesBy) -> tuple[report.Kind, str]:

@@ -38,9 +38,15 @@ def watch(generator: Any, engine: Engine) -> None:
     if requests is None:
         raise LookupError("the generator holds no queue.Queue of requests")
     engine.requests = requests
-    if type(requests) is queue.Queue:  # one that is ours already needs nothing
-        requests.__class__ = RequestQueue
+    if not isinstance(requests, RequestQueue):
+        _become(requests, RequestQueue)
         requests.engine = engine  # type: ignore[attr-defined]
+
+
+def _become(plain: queue.Queue[Any], ours: type) -> None:
+    """Make a queue that the server has made one of ours; one of a class of its own keeps what that class does."""
+    kind = type(plain)
+    plain.__class__ = ours if kind is queue.Queue else type(ours.__name__, (ours, kind), {})
 
 
 class RequestQueue(queue.Queue[Any]):
@@ -49,12 +55,20 @@ class RequestQueue(queue.Queue[Any]):
     engine: Engine
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        responses = _responses_in(item)
-        if responses is not None:
-            for check in admissions if self.engine is engine else ():  # a trial has an engine of its own
-                check()
-            self._open(item, responses)
+        if self._is_asked():
+            responses = _responses_in(item)
+            if responses is not None:
+                for check in admissions if self.engine is engine else ():  # a trial has an engine of its own
+                    check()
+                self._open(item, responses)
+            elif self.engine is engine:
+                facts.lose("deliveries", "a request brings no queue.Queue for its response")
         super().put(item, block, timeout)
+
+    def _is_asked(self) -> bool:
+        """Whether this is a request: what a program puts here beside those is its own affair."""
+        local = self.engine.local.__dict__
+        return bool(local.get("asking")) or local.get("handler") is not None or self.engine is not engine
 
     def _open(self, item: Any, responses: queue.Queue[Any]) -> None:
         try:
@@ -77,7 +91,7 @@ def _responses_in(item: Any) -> queue.Queue[Any] | None:
     """The queue of its response, which a request brings."""
     if not isinstance(item, (tuple, list)):
         return None
-    return next((part for part in item if type(part) is queue.Queue), None)
+    return next((part for part in item if isinstance(part, queue.Queue)), None)
 
 
 class ResponseQueue(queue.Queue[Any]):
@@ -90,7 +104,7 @@ class ResponseQueue(queue.Queue[Any]):
     @classmethod
     def adopt(cls, plain: queue.Queue[Any], entry: Entry, engine: Engine) -> None:
         """Make a queue.Queue that the server has made, and not used yet, one of ours."""
-        plain.__class__ = cls
+        _become(plain, cls)
         plain._begin(entry, engine)  # type: ignore[attr-defined]
 
     def _begin(self, entry: Entry, engine: Engine, token: type | None = None) -> None:
@@ -112,7 +126,7 @@ class ResponseQueue(queue.Queue[Any]):
         except Exception as error:  # the generation thread is no place for a mistake of ours
             self._delivered()
             report.once(f"the ledger cannot note a delivery: {error!r}")
-        queue.Queue.put(self, item, block, timeout)
+        super().put(item, block, timeout)
 
     def _note(self, item: Any) -> None:
         entry = self._entry
@@ -167,8 +181,6 @@ class ResponseQueue(queue.Queue[Any]):
             item._shim_origin = "engine"  # for the handler, which raises it among its own
         self._delivered()
         engine.let_go(entry)
-        if entry.handler is None:
-            engine.close(entry)  # a program called `generate` itself: no handler will
 
     def _delivered(self) -> None:
         entry, engine = self._entry, self._engine
@@ -185,7 +197,7 @@ class ResponseQueue(queue.Queue[Any]):
     def fail(self, error: ShimError) -> None:
         """Wake the waiter with `error`: the stock server raises what it finds on its queue."""
         self._entry.outcome = self._entry.outcome or "failed"
-        queue.Queue.put(self, error)
+        super().put(error)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """As queue.Queue.get, the caller's timeout included; but where a check ends the wait, raise what it raises."""

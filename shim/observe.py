@@ -66,9 +66,23 @@ def _watch_starts(server: Any, on_start: Callable[[], None]) -> None:
         finally:
             engine.running -= 1
 
+    def serves(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        """A program may end this and go on: who called it says nothing about the process."""
+        begin()
+        return wrapped(*args, **kwargs)
+
+    patch.try_wrap(server, "ResponseGenerator.generate", _generate)
     facts.watch("starts", lambda: patch.wrap(server, "ResponseGenerator.__init__", starts))
-    for path in ("run", "_run_http_server"):
-        patch.try_wrap(server, path, runs)
+    patch.try_wrap(server, "_run_http_server", serves if patch.try_wrap(server, "run", runs) else runs)
+
+
+def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """What is put on the queue of requests meanwhile is one."""
+    engine.local.asking = True
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        engine.local.asking = False
 
 
 def _adopt(generator: Any, before: set[threading.Thread] | None) -> None:
@@ -95,7 +109,7 @@ def _lose_unseen() -> None:
     single = facts.known["single"].seen
     batched = facts.has("steps") and engine.steps > 0
     facts.lose_unseen(
-        f"{engine.served} requests were served and none was seen",
+        f"{SERVED} requests were served and none was seen",
         also={
             "deliveries": engine.deliveries == 0,
             "turns": engine.turns == 0 and not engine.rank,

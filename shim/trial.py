@@ -64,11 +64,19 @@ def _raise(*args: Any, **kwargs: Any) -> Any:
     raise Fault("raised to see whether it is noticed")
 
 
-class _Thread(threading.Thread):
-    """One that no process waits for, should the loop that is tried go on."""
+def _threads() -> tuple[type[threading.Thread], list[threading.Thread]]:
+    """A class of threads, and those that were made of it: no other thread of the process has to do with the trial.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs | {"daemon": True})
+    No process waits for one, should the loop that is tried go on.
+    """
+    made: list[threading.Thread] = []
+
+    class Thread(threading.Thread):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs | {"daemon": True})
+            made.append(self)
+
+    return Thread, made
 
 
 def copied(server: Any, thread: Any) -> type | None:
@@ -140,15 +148,14 @@ def deaths(server: Any, wrap: Callable[[Any], object], hook: Callable[[Any], Non
 
     False where no copy can be made, or where its loop does not end by an exception: nothing is told by that.
     """
+    thread, threads = _threads()
     try:
-        cls = copied(server, _Thread)
+        cls = copied(server, thread)
         if cls is None:
             return False
         wrap(types.SimpleNamespace(**{_NAME: cls}, __name__=server.__name__))
-        before = set(threading.enumerate())
-        with _hooked(before, hook):
-            made = _made(cls, _Raising())
-            return _is_over(made, [thread for thread in threading.enumerate() if thread not in before])
+        with _hooked(threads, hook):
+            return _is_over(_made(cls, _Raising()), threads)
     except Exception:  # a generator of another make
         return False
 
@@ -160,8 +167,9 @@ def _is_over(made: Any, threads: list[threading.Thread]) -> bool:
         requests.get = requests.get_nowait = _raise  # type: ignore[method-assign]
         queue.Queue.put(requests, None)  # a loop that waits in the former `get` comes back
     for thread in threads:
-        thread.join(LIMIT)
-    over = not any(thread.is_alive() for thread in threads)
+        if thread.ident is not None:
+            thread.join(LIMIT)
+    over = bool(threads) and not any(thread.is_alive() for thread in threads)
     flag = anatomy.stop_flag(made)
     if flag is not None:
         setattr(made, flag, True)
@@ -169,12 +177,12 @@ def _is_over(made: Any, threads: list[threading.Thread]) -> bool:
 
 
 @contextlib.contextmanager
-def _hooked(others: set[threading.Thread], hook: Callable[[Any], None]) -> Iterator[None]:
-    """Give what ends a new thread to `hook`, and what ends another one to whom it would go without us."""
+def _hooked(threads: list[threading.Thread], hook: Callable[[Any], None]) -> Iterator[None]:
+    """Give what ends one of the threads to `hook`, and what ends another to whom it would go without us."""
     former = threading.excepthook
 
     def ours(args: Any) -> None:
-        (former if args.thread in others else hook)(args)
+        (hook if any(args.thread is thread for thread in threads) else former)(args)
 
     threading.excepthook = ours
     try:

@@ -100,7 +100,9 @@ class _Hook:
 
 def _is_generation(args: Any) -> bool:
     """By identity, then by stock's own frames. Never by the thread's name: other programs use those names too."""
-    if args.thread is engine.generating or any(args.thread is anatomy.thread_of(g) for g in engine.living()):
+    thread = args.thread  # None where a program calls the hook itself
+    generation = [engine.generating, *map(anatomy.thread_of, engine.living())]
+    if thread is not None and any(thread is known for known in generation):
         return True
     code = _first_code(args.exc_traceback)
     if code is None:
@@ -116,13 +118,17 @@ def _first_code(trace: Any) -> Any:
 
 
 def _look() -> None:
-    """Called by the watchdog: a generation thread that is gone, whatever ended it."""
+    """Called by the watchdog: a generation thread that is gone, whatever ended it.
+
+    Of stock's own class only: a loop of a program's own may end, and be asked to, as the program likes.
+    """
     if engine.closing:
         return
     for generator in engine.living():
+        if not anatomy.is_stock(generator):
+            continue
         thread = anatomy.parts_of(generator).thread
-        gone = thread is not None and thread.ident is not None and not thread.is_alive()
-        if gone and _is_no_stop(generator):
+        if thread is not None and anatomy.has_ended(thread) and _is_no_stop(generator):
             _die(None)
 
 

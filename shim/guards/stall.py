@@ -23,6 +23,7 @@ LIVES_BY = {
     ("deliveries", "answers"): facts.NEEDED,
     "deliveries": "only silence towards everybody is told, after MLX_SHIM_PREFILL_STALL",
     "steps": "a request that gets nothing beside others is told after 20 deliveries to those",
+    "batch": "a request whose client has left counts only while nothing is delivered to anybody",
     "loads": "a load that takes longer than MLX_SHIM_PREFILL_STALL is taken for a stall",
     "tokenizing": "a text that takes longer than MLX_SHIM_DECODE_STALL to tokenize is taken for a stall of others",
 }
@@ -60,6 +61,8 @@ def _check() -> None:
     if not facts.has("deliveries"):
         _check_answers(now)
         return
+    if not facts.has("batch"):
+        _let_go_of_others(now)
     # A request whose client has left counts until the engine lets go of it: it may be what the engine is stuck in.
     entries = [entry for entry in engine.known() if entry.queue is not None and entry.phase != FINISHED]
     _note_pause(entries, now)
@@ -73,6 +76,13 @@ def _check() -> None:
     if engine.stalled is not None and not verdicts and engine.deliveries > _stalled_at:
         report.line("deliveries have resumed")
         engine.stalled = None
+
+
+def _let_go_of_others(now: float) -> None:
+    """Where stock's removals cannot be seen: an engine that delivers to others is not stuck in one whose client has left."""
+    for entry in list(engine.leaving.values()):
+        if engine.delivered > entry.last and now - entry.last > CONFIRM:
+            engine.let_go(entry)
 
 
 def _note_pause(entries: list[Entry], now: float) -> None:

@@ -71,6 +71,15 @@ def test_two_flags_that_say_stop_tell_nothing():
     assert anatomy.stop_flag(types.SimpleNamespace(_stop=False, stop_later=False)) == "_stop"
 
 
+def test_a_flag_that_is_an_event():
+    generator = types.SimpleNamespace(_stop=threading.Event())
+    assert anatomy.stop_flag(generator) == "_stop"
+    assert not anatomy.is_asked_to_stop(generator)
+    assert anatomy.ask_to_stop(generator)
+    assert generator._stop.is_set()
+    assert anatomy.is_asked_to_stop(generator)
+
+
 def test_asked_to_stop_by_the_flag_or_by_a_call():
     by_flag, by_call = types.SimpleNamespace(_stop=True), types.SimpleNamespace(_stop=False)
     assert anatomy.is_asked_to_stop(by_flag)

@@ -74,7 +74,8 @@ def test_in_the_middle_of_a_stream_it_is_an_event(handler):
     assert handler.close_connection
 
 
-def test_error_status_has_it_where_it_is_active(handler, monkeypatch):
+def test_error_status_has_it_where_it_is_active(engine, handler, monkeypatch):
+    engine.deliveries = 1  # they can be seen
     monkeypatch.setattr(report, "states", {"error_status": report.State("active")})
 
     def raises(handler):

@@ -16,6 +16,7 @@ def seen(monkeypatch):
     for fact in facts.known.values():
         monkeypatch.setattr(fact, "lost", None)
         monkeypatch.setattr(fact, "seen", False)
+        monkeypatch.setattr(fact, "was_unseen", False)
     monkeypatch.setattr(facts, "on_loss", [])
 
     def lose(*names):
@@ -78,6 +79,19 @@ def test_a_fact_that_no_request_passes_is_lost(seen):
     facts.saw("handlers")
     facts.lose_unseen("never", also={"deliveries": True, "steps": False})
     assert set(facts.shown()) == {"deliveries", "answers", "tokenizing"}
+
+
+def test_a_fact_that_is_seen_after_all_is_regained(seen):
+    judged = []
+    facts.on_loss.append(lambda: judged.append(facts.shown()))
+    facts.lose_unseen("never", also={"deliveries": True})
+    assert len(judged) == 1, "what is lost at once is said once"
+    facts.saw("handlers")
+    facts.lose_unseen("never", also={"deliveries": False})
+    assert set(facts.shown()) == {"answers", "tokenizing"}
+    facts.lose("batch", "it is gone")
+    facts.saw("batch")
+    assert "batch" in facts.shown(), "what cannot be had stays lost"
 
 
 def test_a_loss_at_run_time_changes_the_states_and_is_said(seen, monkeypatch, capfd):

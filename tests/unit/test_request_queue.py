@@ -16,6 +16,7 @@ def requests(engine):
     """The queue of a generator that the engine watches."""
     generator = types.SimpleNamespace(inbox=queue.Queue())
     ledger.watch(generator, engine)
+    engine.local.asking = True  # as within stock's `generate`
     return generator.inbox
 
 
@@ -51,6 +52,46 @@ def test_what_brings_no_queue_is_no_request(engine, requests, item):
     requests.put(item)
     assert engine.entries == {}
     assert requests.get() == item
+
+
+def test_what_a_program_puts_there_beside_requests_is_its_own(engine, requests, request_):
+    engine.local.asking = False
+    requests.put(request_)
+    assert engine.entries == {}
+    assert type(request_[0]) is queue.Queue
+
+
+def test_queues_of_a_class_of_their_own_are_watched_and_keep_it(engine, monkeypatch):
+    class Counting(queue.Queue):
+        puts = 0
+
+        def put(self, *args, **kwargs):
+            Counting.puts += 1
+            super().put(*args, **kwargs)
+
+    generator, responses = types.SimpleNamespace(inbox=Counting()), Counting()
+    ledger.watch(generator, engine)
+    engine.local.asking = True
+    generator.inbox.put((responses, object()))
+    responses.put(types.SimpleNamespace(prompt=[1]))
+    assert Counting.puts == 2
+    (entry,) = engine.entries.values()
+    assert entry.phase == PREFILL
+    assert isinstance(responses, Counting)
+
+
+def test_a_request_without_a_queue_costs_the_fact(engine, requests, monkeypatch):
+    monkeypatch.setattr(facts, "on_loss", [])
+    requests.put((queue.SimpleQueue(), object()))
+    assert not facts.has("deliveries")
+
+
+def test_one_that_the_engine_lets_go_of_is_closed_where_no_handler_will(engine, requests, request_):
+    requests.put(request_)
+    (entry,) = engine.entries.values()
+    request_[0].put(types.SimpleNamespace(stop=lambda: None))
+    engine.let_go(entry)
+    assert engine.entries == engine.leaving == {}
 
 
 def test_a_token_is_told_by_what_it_has(engine, requests, request_):

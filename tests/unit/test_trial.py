@@ -64,6 +64,34 @@ def test_a_loop_with_another_name(generator, said):
     assert bool(told) == bool(said)
 
 
+def test_no_thread_but_its_own_has_to_do_with_the_trial(monkeypatch):
+    """Threads that a program starts meanwhile are not waited for, and what ends them goes to the program's hook."""
+    theirs, ours, over = [], [], threading.Event()
+    monkeypatch.setattr(threading, "excepthook", theirs.append)
+
+    def meanwhile():
+        failing = threading.Thread(target=lambda: 1 / 0)
+        failing.start()
+        threading.Thread(target=over.wait, daemon=True).start()
+        failing.join()
+
+    class Busy:
+        def __init__(self, provider, cache, meanwhile=meanwhile):
+            self.inbox = queue.Queue()
+            meanwhile()
+            self._worker = threading.Thread(target=self._loop)
+            self._worker.start()
+
+        _loop = Other._loop
+
+    started = time.monotonic()
+    assert trial.deaths(server(Busy), lambda copy: None, ours.append)
+    assert time.monotonic() - started < trial.LIMIT
+    assert [args.exc_type for args in theirs] == [ZeroDivisionError]
+    assert [args.exc_type for args in ours] == [trial.Fault]
+    over.set()
+
+
 def test_a_trial_in_a_program_with_a_hook_of_its_own(monkeypatch):
     """Only what ends the thread of the trial is ours."""
     theirs = []
