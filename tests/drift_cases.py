@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -129,6 +130,14 @@ class Bench:
             row.log = server.text()
         shutil.rmtree(folder)
         return row
+
+    @contextlib.contextmanager
+    def changed(self, module: str, path: str, kind: str) -> Iterator[Drifted]:
+        """A server over the changed sources, under the shim with the limits of a case."""
+        folder = self._folder()
+        lay_out(folder, package_of(self.line), drift.mutate(self.sources, module, path, kind) or {})
+        with self._server(folder, folder, **ASKED) as server:
+            yield server
 
     def serves(self, module: str, path: str, kind: str) -> Row | None:
         """Whether the changed server, without the shim, answers all that stock answers, in the same words."""

@@ -82,6 +82,8 @@ def _is_no_stop(generator: Any) -> bool:
     """Whether a loop that ends was not asked to. Where that cannot be seen: whether connections are still accepted."""
     if anatomy.is_asked_to_stop(generator):
         return False
+    if not anatomy.is_stock(generator) and anatomy.read(generator, "_generation_failed") is False:
+        return False  # a loop of a program's own, which has ended as the program likes: stock caught nothing
     return facts.has("asked to stop") or anatomy.is_serving()
 
 

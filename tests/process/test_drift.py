@@ -11,9 +11,10 @@ import time
 
 import drift
 import pytest
-from drift_cases import HEART, Bench, cases, touched
+from drift_cases import HEART, SERVER, Bench, cases, touched
 from drift_report import table
 from harness import LINES
+from streams import Stream
 
 from shim.anatomy import ATTRIBUTES
 
@@ -59,6 +60,38 @@ def test_the_heart_beats_on_without_an_attribute_that_is_read_by_name(line, benc
     assert len(rows) >= len(ATTRIBUTES) - 1, "one is there from 0.32 on"
     wrong = [row for row in rows if row.wrong]
     assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_heart_beats_on_with_a_stop_flag_that_is_an_event(line, benches):
+    bench = benches(line)
+    source = bench.sources[SERVER]
+    for old, new in (
+        ("self._stop = False", "self._stop = __import__('threading').Event()"),
+        ("self._stop = True", "self._stop.set()"),
+        ("while not self._stop:", "while not self._stop.is_set():"),
+    ):
+        assert old in source
+        source = source.replace(old, new)
+    row = bench.run_changed(SERVER, "ResponseGenerator._stop", "renamed", {SERVER: source})
+    assert not row.wrong, row
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_who_leaves_is_no_stall_where_removals_cannot_be_seen(line, benches):
+    """The engine lets go of them unseen, and goes on with the others."""
+    bench = benches(line)
+    with bench.changed(SERVER, "BatchGenerator.remove", "renamed") as server:
+        long = Stream(server.ready(), {"prompt": "x", "max_tokens": 300})
+        assert long.first.wait(30)
+        for n in range(2):
+            server.send_and_leave({"prompt": f"leaves {n}", "max_tokens": 5000, "stream": True})
+        time.sleep(1)
+        for connection in server.sockets:
+            connection.close()
+        assert long.join().done, long.lines[-3:]
+        assert "stalled" not in server.text()
+        assert server.get("/health")[1]["guards"]["stall"] == "degraded"
 
 
 @pytest.mark.parametrize("line", LINES)
