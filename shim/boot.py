@@ -7,7 +7,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import __version__, entry, facts, fatal, guards, observe, patch, report, settings
+from . import __version__, guards
+from .core import catalogue, main_module, patch, report, settings
+from .core.verdicts import Incompatible, Refused, Retired, Unasked
+from .engine import facts, fatal, observe
 
 _bad_values: list[str] = []
 _unknown_names: list[str] = []
@@ -25,15 +28,15 @@ def start() -> None:
     if settings.current.debug:
         report.enable_debug()
     by_module: dict[str, list[str]] = {_server: []}
-    for name in guards.GUARDS:
+    for name in catalogue.GUARDS:
         by_module.setdefault(_guard(name).MODULE, []).append(name)
     hooks = {module: _hook(names) for module, names in by_module.items()}
     if patch.wrapt is not None:
         for module, hook in hooks.items():
             patch.wrapt.register_post_import_hook(hook, module)
-        sys.meta_path.insert(0, entry.ServerFinder(_server, None))
+        sys.meta_path.insert(0, main_module.ServerFinder(_server, None))
         return
-    sys.meta_path.insert(0, entry.ServerFinder(_server, hooks.pop(_server)))
+    sys.meta_path.insert(0, main_module.ServerFinder(_server, hooks.pop(_server)))
     for name in (name for module in hooks for name in by_module[module]):
         on = settings.current.guard_is_on(name)
         report.states[name] = report.State("incompatible", "it needs wrapt") if on else _off(name)
@@ -84,10 +87,10 @@ def _judge() -> None:
 
 
 _KINDS: dict[type[Exception], report.Kind] = {
-    guards.Unasked: "off",
-    guards.Retired: "retired",
-    guards.Incompatible: "incompatible",
-    guards.Refused: "failed",
+    Unasked: "off",
+    Retired: "retired",
+    Incompatible: "incompatible",
+    Refused: "failed",
 }
 
 
@@ -145,7 +148,7 @@ def _announce() -> None:
     versions = f"mlx-lm {report.version_of('mlx-lm')}, mlx {report.version_of('mlx')}"
     lost = [
         name
-        for name in guards.HEART
+        for name in catalogue.HEART
         if name in report.states and report.states[name].kind in ("incompatible", "failed")
     ]
     heart = f"; LOST: {', '.join(lost)}" if lost else ""
@@ -162,7 +165,7 @@ def _announce() -> None:
 def _unkept() -> list[str]:
     """What a setting asks for and no guard gives: reasons not to start. That a guard's switch wants it so is said."""
     reasons = []
-    for name in guards.GUARDS:
+    for name in catalogue.GUARDS:
         asked_by = [setting for setting in guards.settings_of(name) if settings.is_set(setting)]
         if not asked_by or not guards.is_required(name):
             continue

@@ -4,10 +4,10 @@ import shutil
 import signal
 from pathlib import Path
 
-import harness
 import pytest
-from harness import LINES
 from hypothesis import settings
+from kit import harness
+from kit.harness import LINES
 
 from shim.cli import tiny_model
 
@@ -52,7 +52,7 @@ class FaultyModel:
         self.hurried = folder.with_suffix(".hurried")
         files = {name: str(getattr(self, name)) for name in ("trigger", "counted", "loaded", "hurried")}
         self.path = tiny_model.make(folder, model_file="model.py", fault=files | fault)
-        shutil.copy(Path(__file__).with_name("faulty_model.py"), folder / "model.py")
+        shutil.copy(Path(__file__).parent / "kit" / "models" / "faulty_model.py", folder / "model.py")
         self.args = ("--trust-remote-code",)
 
     def fire(self) -> None:

@@ -11,7 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .. import __version__, guards, local_model, memory, models, settings, values
+from .. import __version__, guards
+from ..core import catalogue, memory, settings, values
+from ..models import model_names
+from ..planning import local_model
 from . import memory_budget, path, releases
 
 HELP = (
@@ -30,8 +33,8 @@ ours = {name.split(".", 1)[1]: m for name, m in sys.modules.items() if name.spli
 site = sys.modules.get("sitecustomize")
 with open(sys.argv[1], "w") as answer:
     json.dump({
-        "states": {k: [v.kind, v.reason] for k, v in ours["report"].states.items()} if "boot" in ours else None,
-        "wrapt": ours["patch"].missing if "boot" in ours else "",
+        "states": {k: [v.kind, v.reason] for k, v in ours["core.report"].states.items()} if "boot" in ours else None,
+        "wrapt": ours["core.patch"].missing if "boot" in ours else "",
         "chained": site and getattr(site, "__file__", None),
     }, answer)
 """
@@ -52,7 +55,7 @@ def main(model: str | None = None) -> int:
         try:
             memory_budget.show(model, total)
         except local_model.NotHere as error:
-            print(f"mlx-lm-shim: --model {models.shown(model)}: {error}; {local_model.ACCEPTED}", file=sys.stderr)
+            print(f"mlx-lm-shim: --model {model_names.shown(model)}: {error}; {local_model.ACCEPTED}", file=sys.stderr)
             return 2
     found = _ask()
     if isinstance(found, str):
@@ -130,7 +133,7 @@ def _print_guards(found: dict[str, Any]) -> list[str]:
 
 def _asked_for(in_force: settings.Settings) -> dict[str, str]:
     """By guard: the variable without which it would be off, and with which no server starts unless it is at work."""
-    required = {name: guards.settings_of(name)[0] for name in guards.GUARDS if guards.is_required(name)}
+    required = {name: guards.settings_of(name)[0] for name in catalogue.GUARDS if guards.is_required(name)}
     return {name: settings.variable(setting) for name, setting in required.items() if getattr(in_force, setting)}
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 
-from .. import budget, lazy_cost, local_model, settings
-from ..budget import Budget
-from ..guards.overwired_memory import AUTO_SHARE
-from ..kv_cost import ANY_LENGTH, Cost
-from ..memory import shown
-from ..settings import Settings
+from ..core import settings
+from ..core.memory import shown
+from ..core.settings import Settings
+from ..core.values import AUTO_SHARE
+from ..models.kv_cost import ANY_LENGTH, Cost
+from ..planning import budget, cache_cost, local_model
+from ..planning.budget import Budget
 
 SOFT, HARD, WIRED = (settings.variable(name) for name in ("memory_soft", "memory_hard", "wired"))
 _SMALL = 1 << 20
@@ -31,8 +32,8 @@ def show(name: str, total: int | None) -> None:
     hard = in_force.memory_hard or (advised.hard if advised else 0)
     dtype = local_model.dtype(folder, described)
     try:
-        cost = lazy_cost.ask(folder, dtype)
-    except lazy_cost.NotKnown as error:
+        cost = cache_cost.ask(folder, dtype)
+    except cache_cost.NotKnown as error:
         _row("a token's cache", f"not known before the first finished request: {error}")
         return
     _row("a token's cache", f"{_bytes(cost.per_token)}, {dtype}{_exceptions(cost)}")

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .. import memory
+from ..core import memory
 from ..units import Refused, check, environ, launchd, server, supervisord, systemd
 from ..units.memory_limits import Limits, limits
 from ..units.plan import Made, Unit, check_path

@@ -14,10 +14,11 @@ import socket
 import sys
 from typing import Any
 
-from .. import facts, ledger, patch
-from ..engine import engine
-from ..entries import Entry
-from ..errors import ClientGone
+from ..core import patch
+from ..core.errors import ClientGone
+from ..engine import facts, queues
+from ..engine.entries import Entry
+from ..engine.state import engine
 
 UPSTREAM = "mlx-lm 362, 405, 677"
 MODULE = "mlx_lm.server"
@@ -36,7 +37,7 @@ def probe(server: Any) -> None:
 
 
 def apply(server: Any) -> None:
-    ledger.checks.append(_check)
+    queues.checks.append(_check)
     patch.try_wrap(server, "ResponseGenerator._tokenize", _tokenize)
     patch.try_wrap(server, "BatchGenerator.next", patch.after(_stepped))
 
@@ -73,7 +74,7 @@ def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     request = patch.given(wrapped, args, kwargs, "request", 1)
     entry = None if engine.distributed else engine.entry_of(request)  # other ranks would go on without us
     if entry is not None and entry.stopped:
-        raise ledger.Stopped
+        raise queues.Stopped
     return wrapped(*args, **kwargs)
 
 

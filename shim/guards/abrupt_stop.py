@@ -13,9 +13,10 @@ import signal
 import threading
 from typing import Any
 
-from .. import drain, facts, patch, report, verdicts
-from ..engine import engine
-from ..verdicts import Incompatible
+from ..core import patch, report, verdicts
+from ..core.verdicts import Incompatible
+from ..engine import drain, facts
+from ..engine.state import engine
 
 UPSTREAM = "no issue known; mlx_lm/server.py handles KeyboardInterrupt alone"
 MODULE = "mlx_lm.server"

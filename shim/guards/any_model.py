@@ -10,10 +10,12 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from .. import anatomy, models, patch, settings
-from ..engine import engine
-from ..errors import ShimError
-from . import require
+from ..core import patch, settings
+from ..core.errors import ShimError
+from ..core.verdicts import require
+from ..engine import anatomy
+from ..engine.state import engine
+from ..models import model_names
 
 UPSTREAM = "mlx-lm 1892, 1893, 152"
 MODULE = "mlx_lm.server"
@@ -31,11 +33,11 @@ def apply(server: Any) -> None:
 
 def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """In the handler's thread: what is raised here is answered to this request alone."""
-    named = models.described(args, kwargs)
+    named = model_names.described(args, kwargs)
     if named is not None:
         line = anatomy.arguments_of(anatomy.provider_of(instance))
-        _check("model", named.model, models.DEFAULT, line.model)
-        _check("draft_model", named.draft, models.DEFAULT, line.draft_model)
+        _check("model", named.model, model_names.DEFAULT, line.model)
+        _check("draft_model", named.draft, model_names.DEFAULT, line.draft_model)
         _check("adapters", named.adapter, line.adapter_path)
     return wrapped(*args, **kwargs)
 
@@ -48,9 +50,9 @@ def _check(param: str, name: Any, *always: str | None) -> None:
     if name in allowed:
         return
     hub = param != "adapters"
-    stands_for = models.identity(name, hub=hub)
-    if stands_for not in [models.identity(known, hub=hub) for known in allowed if known != models.DEFAULT]:
-        told = f"{param} {models.shown(name)} is not among the models of this server"
+    stands_for = model_names.identity(name, hub=hub)
+    if stands_for not in [model_names.identity(known, hub=hub) for known in allowed if known != model_names.DEFAULT]:
+        told = f"{param} {model_names.shown(name)} is not among the models of this server"
         raise ShimError(404, "model_not_found", told, param=param)
 
 

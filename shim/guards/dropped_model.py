@@ -15,10 +15,12 @@ import traceback
 from types import SimpleNamespace
 from typing import Any
 
-from .. import anatomy, errors, model_files, models, patch, report
-from ..engine import engine
-from ..errors import ShimError
-from . import Incompatible, Retired, require
+from ..core import errors, patch, report
+from ..core.errors import ShimError
+from ..core.verdicts import Incompatible, Retired, require
+from ..engine import anatomy
+from ..engine.state import engine
+from ..models import model_files, model_names
 
 UPSTREAM = "no issue known; mlx-examples 887 was an earlier form"
 MODULE = "mlx_lm.server"
@@ -68,7 +70,7 @@ class _Checking:
         self.description = description
 
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        named = models.described(args, kwargs)
+        named = model_names.described(args, kwargs)
         if named is not None:
             self.check(anatomy.provider_of(instance), named)
         return wrapped(*args, **kwargs)
@@ -82,18 +84,18 @@ class _Checking:
             if not isinstance(value, (str, os.PathLike)) and not (optional and value is None):
                 wanted = "a string or null" if optional else "a string"
                 raise errors.invalid(param, f"{param} must be {wanted}, not of type {type(value).__name__}")
-        key = models.resolve(provider, named)
+        key = model_names.resolve(provider, named)
         if key is None or key == provider.model_key:
             return
         if key[0] is None:
             told = "the server was started without --model: the request has to name one"
             raise ShimError(404, "model_not_found", told, param="model")
-        if provider.model_key is None and key == models.default_key(provider, self.description):
+        if provider.model_key is None and key == model_names.default_key(provider, self.description):
             return  # it is being loaded, or there is nothing to lose
         _check_files(provider, key)
 
 
-def _check_files(provider: Any, key: models.Key) -> None:
+def _check_files(provider: Any, key: model_names.Key) -> None:
     model, adapter, draft = key
     shared = provider.is_distributed
     if shared and (adapter is not None or draft is not None):
@@ -120,7 +122,7 @@ def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         raise
 
 
-def _restore(provider: Any, former: models.Key, error: BaseException) -> None:
+def _restore(provider: Any, former: model_names.Key, error: BaseException) -> None:
     """Load the former model again. Where that fails too, nothing is loaded, as with stock, and a later request may try."""
     _release(error)
     provider.model_key = None  # 0.32 fails with it set where only the processor cannot be made
@@ -128,9 +130,11 @@ def _restore(provider: Any, former: models.Key, error: BaseException) -> None:
         provider._load(*former)  # with all that is wrapped around it: whoever watches loads sees this one
     except Exception as again:
         _release(again)
-        report.line(f"the model {models.shown(former[0])} could not be loaded again, no model is loaded: {again!r}")
+        report.line(
+            f"the model {model_names.shown(former[0])} could not be loaded again, no model is loaded: {again!r}"
+        )
     else:
-        report.line(f"the model {models.shown(former[0])} is loaded again: what a request named could not be")
+        report.line(f"the model {model_names.shown(former[0])} is loaded again: what a request named could not be")
 
 
 def _release(error: BaseException | None) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from .. import errors, facts, ledger, patch, settings, trial
-from ..engine import engine
-from ..entries import Entry
-from ..verdicts import Incompatible
+from ..core import errors, patch, settings
+from ..core.verdicts import Incompatible
+from ..engine import facts, queues, trial
+from ..engine.entries import Entry
+from ..engine.state import engine
 
 UPSTREAM = "mlx-lm 1505, 1598, 1834"
 MODULE = "mlx_lm.server"
@@ -32,8 +33,8 @@ def probe(server: Any) -> None:
 
 
 def apply(server: Any) -> None:
-    ledger.checks.append(_check)
-    ledger.admissions.append(_refuse)
+    queues.checks.append(_check)
+    queues.admissions.append(_refuse)
     # Outside the guards that look at the models a request names: who is refused must not have one downloaded first.
     patch.try_wrap(server, "ResponseGenerator.generate", _generate)
     patch.try_wrap(server, "ResponseGenerator.stop_and_join", _stop_and_join)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from .. import patch, report
-from . import Incompatible, Retired, require
+from ..core import patch, report
+from ..core.verdicts import Incompatible, Retired, require
 
 UPSTREAM = "mlx-lm 1215, 1581, 1887"
 MODULE = "mlx_lm.models.cache"

@@ -13,12 +13,14 @@ import threading
 import time
 from typing import Any
 
-from .. import drain, facts, fatal, memory, patch, report, settings, watchdog, weights
-from ..engine import engine
-from ..entries import FINISHED, QUEUED, Entry
-from ..errors import ShimError, memory_pressure
-from ..memory import Usage, shown
-from . import require
+from ..core import memory, patch, report, settings
+from ..core.errors import ShimError, memory_pressure
+from ..core.memory import Usage, shown
+from ..core.verdicts import require
+from ..engine import drain, facts, fatal, watchdog
+from ..engine.entries import FINISHED, QUEUED, Entry
+from ..engine.state import engine
+from ..models import weights
 
 UPSTREAM = "mlx-lm 854, 883, 1390, 1480, 1666; mlx 3186, 3346"
 MODULE = "mlx_lm.server"

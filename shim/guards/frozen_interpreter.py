@@ -12,9 +12,10 @@ import threading
 import time
 from typing import Any
 
-from .. import patch, report, settings, watchdog
-from ..engine import engine
-from . import Incompatible
+from ..core import patch, report, settings
+from ..core.verdicts import Incompatible
+from ..engine import watchdog
+from ..engine.state import engine
 
 UPSTREAM = "mlx-lm 1834; no upstream issue names the GIL"
 MODULE = "mlx_lm.server"

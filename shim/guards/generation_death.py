@@ -17,8 +17,9 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
-from .. import anatomy, facts, fatal, patch, report, trial, verdicts, watchdog
-from ..engine import engine
+from ..core import patch, report, verdicts
+from ..engine import anatomy, facts, fatal, trial, watchdog
+from ..engine.state import engine
 
 UPSTREAM = "mlx-lm 1505, 1514, 1791, 1909"
 MODULE = "mlx_lm.server"

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .. import drain, facts, fatal, memory, patch, report, settings, watchdog
-from ..engine import engine
-from ..memory import footprint, shown
-from . import require
+from ..core import memory, patch, report, settings
+from ..core.memory import footprint, shown
+from ..core.verdicts import require
+from ..engine import drain, facts, fatal, watchdog
+from ..engine.state import engine
 
 UPSTREAM = "mlx-lm 854, 1480, 1845 and others, each a way to grow"
 MODULE = "mlx_lm.server"

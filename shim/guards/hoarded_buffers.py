@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import memory, patch, report, settings
-from . import require
+from ..core import memory, patch, report, settings
+from ..core.verdicts import require
 
 UPSTREAM = "mlx-lm 828"
 MODULE = "mlx_lm.server"

@@ -2,7 +2,7 @@
 
 No request can use it until that model is loaded again; it goes when so many others have been inserted, or the bytes of
 a limit. Here it is dropped before the other model is loaded, which then finds the room. A load that fails, or a model
-that is loaded again later, finds no cache: prompts are computed anew. Names of one model are no switch (needless_drain).
+that is loaded again later, finds no cache: prompts are computed anew. Names of one model are no switch (needless_reload).
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from .. import dry_switch, handover, models, patch, report
-from ..engine import engine
-from . import Incompatible, Retired, require
+from ..core import patch, report
+from ..core.verdicts import Incompatible, Retired, require
+from ..engine.state import engine
+from ..models import insert_arguments, model_names
+from ..probing import model_switch
 
 UPSTREAM = "mlx-lm 1757, in a comment"
 MODULE = "mlx_lm.server"
@@ -30,7 +32,7 @@ def probe(server: Any) -> None:
     entry = SimpleNamespace(nbytes=1, is_trimmable=lambda: False)
     inspect.unwrap(server.LRUPromptCache.insert_cache)(entries, ("first", None, None), [1], [entry])
     try:
-        dry_switch.run(server, entries)
+        model_switch.run(server, entries)
     except Exception as error:
         raise Incompatible(f"ResponseGenerator._generate switches models otherwise than expected: {error!r}") from error
     if not len(entries):
@@ -44,7 +46,7 @@ def apply(server: Any) -> None:
 
 def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """All entries are of the model that is loaded, since those of others went when it came."""
-    key = models.key_of(args, kwargs)
+    key = model_names.key_of(args, kwargs)
     # In another thread, of a program that loads models itself, the generation thread may be at those very entries.
     ours = engine.provider is instance
     ours = ours and threading.current_thread() is engine.generation_thread
@@ -58,5 +60,5 @@ def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _insert(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if instance is engine.prompt_cache:
-        args, kwargs = handover.take_over(args, kwargs)
+        args, kwargs = insert_arguments.take_over(args, kwargs)
     return wrapped(*args, **kwargs)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import patch
-from . import Retired, require
+from ..core import patch
+from ..core.verdicts import Retired, require
 
 UPSTREAM = "mlx-lm 1472, 1513"
 MODULE = "mlx_lm.generate"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import dry_run, patch
-from ..dry_run import Anything
-from . import Incompatible, Retired, require
+from ..core import patch
+from ..core.verdicts import Incompatible, Retired, require
+from ..probing import dry_run
+from ..probing.dry_run import Anything
 
 UPSTREAM = "no issue known; cured in mlx-lm 0.32.0"
 MODULE = "mlx_lm.server"

@@ -15,8 +15,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from .. import errors, http, patch, settings
-from . import Refused, require
+from ..core import answers, errors, patch, settings
+from ..core.verdicts import Refused, require
 
 UPSTREAM = "mlx-lm 1687, 1695"
 MODULE = "mlx_lm.server"
@@ -89,7 +89,7 @@ class _Door:
             return False  # it made no sense, and has been answered so
         if _is_public(instance) or self._has_key(instance):
             return True
-        http.refuse(instance, errors.no_key(), LINGER)
+        answers.refuse(instance, errors.no_key(), LINGER)
         return False
 
     def _has_key(self, handler: Any) -> bool:

@@ -14,9 +14,10 @@ import threading
 import traceback
 from typing import Any
 
-from .. import anatomy, fatal, report, verdicts, watchdog
-from ..engine import engine
-from ..verdicts import Incompatible
+from ..core import report, verdicts
+from ..core.verdicts import Incompatible
+from ..engine import anatomy, fatal, watchdog
+from ..engine.state import engine
 
 UPSTREAM = "no issue known; the thread of mlx_lm/server.py is started in ResponseGenerator.__init__, before the bind"
 MODULE = "mlx_lm.server"

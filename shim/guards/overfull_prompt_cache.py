@@ -13,10 +13,12 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
-from .. import dry_run, handover, patch, report
-from ..dry_run import Anything
-from ..engine import engine
-from . import Incompatible, Retired, require
+from ..core import patch, report
+from ..core.verdicts import Incompatible, Retired, require
+from ..engine.state import engine
+from ..models import insert_arguments
+from ..probing import dry_run
+from ..probing.dry_run import Anything
 
 UPSTREAM = "mlx-lm 1118, 1392, 1390"
 MODULE = "mlx_lm.server"
@@ -54,9 +56,9 @@ def _insert(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     room = _room() if instance is engine.prompt_cache else None
     if room is None:
         return wrapped(*args, **kwargs)
-    args, kwargs = handover.take_over(args, kwargs)
+    args, kwargs = insert_arguments.take_over(args, kwargs)
     # Inserted, one that does not fit would push out all others before itself.
-    result = wrapped(*args, **kwargs) if _fits(handover.entry_of(args, kwargs), room) else None
+    result = wrapped(*args, **kwargs) if _fits(insert_arguments.entry_of(args, kwargs), room) else None
     _trim(instance, room)
     return result
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from .. import memory, report, settings, weights
-from ..engine import engine
-from ..values import Wired
-from . import Incompatible, require
+from ..core import memory, report, settings
+from ..core.verdicts import Incompatible, require
+from ..engine.state import engine
+from ..models import weights
 
 UPSTREAM = "mlx-lm 883, 1252, 1666; mlx 3186, 3346"
 MODULE = "mlx_lm.server"
@@ -22,7 +22,6 @@ REQUIRED = True
 
 # Where a server calls it: at its start, in every BatchGenerator, around a request that is served alone.
 SITES = ("mlx_lm.server", "mlx_lm.generate", "mlx_lm.utils")
-AUTO_SHARE = 0.6  # of the machine's memory: a model below it leaves enough to go without
 
 
 def probe(server: Any) -> None:
@@ -59,25 +58,12 @@ class _View:
 
     def set_wired_limit(self, limit: int) -> int:
         """As mx.set_wired_limit, of no more than MLX_SHIM_WIRED allows: bytes, the earlier limit."""
-        allowed = min(limit, most(settings.current.wired, _weight(self._mx), memory.total() or 0))
+        policy = settings.current.wired
+        allowed = limit if policy is None else min(limit, policy.most(_weight(self._mx), memory.total() or 0))
         if allowed < limit:
             report.once(f"mlx_lm may wire {memory.shown(allowed)} rather than {memory.shown(limit)} (MLX_SHIM_WIRED)")
         before: int = self._mx.set_wired_limit(allowed)
         return before
-
-
-def most(policy: Wired | None, model: int, total: int) -> float:
-    """Bytes that may be wired for a model of so many, on a machine that has `total`.
-
-    Before a model is loaded there is nothing to wire it for.
-    """
-    if policy is None:
-        return float("inf")
-    if policy.auto and model < AUTO_SHARE * total:
-        return 0
-    if policy.model:
-        return model + policy.size if model else 0
-    return policy.size
 
 
 def _weight(mx: Any) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import handover, patch, report
-from ..engine import engine
-from . import require
+from ..core import patch, report
+from ..core.verdicts import require
+from ..engine.state import engine
+from ..models import insert_arguments
 
 UPSTREAM = "mlx-lm 1701, 1807, 1390"
 MODULE = "mlx_lm.models.cache"
@@ -31,7 +32,7 @@ class _Owning:
         self.tree_map = cache.tree_map
 
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        entry = handover.entry_of(args, kwargs)
+        entry = insert_arguments.entry_of(args, kwargs)
         for layer in entry or []:
             # Served alone it was never part of a batch, and large as it is it need not be copied.
             if not (engine.single and hasattr(layer, "keys")):

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .. import patch
-from . import Incompatible, Retired, require
+from ..core import patch
+from ..core.verdicts import Incompatible, Retired, require
 
 UPSTREAM = "mlx-lm 1607"
 MODULE = "mlx_lm.models.cache"

@@ -13,10 +13,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .. import facts, handover, patch, report
-from ..engine import engine
-from ..entries import Entry
-from . import Incompatible, require
+from ..core import patch, report
+from ..core.verdicts import Incompatible, require
+from ..engine import facts
+from ..engine.entries import Entry
+from ..engine.state import engine
+from ..models import insert_arguments
 
 UPSTREAM = "mlx-lm 1909"
 MODULE = "mlx_lm.server"
@@ -174,7 +176,7 @@ class _Keeping:
         self.can_trim = can_trim
 
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        entry = handover.entry_of(args, kwargs)
+        entry = insert_arguments.entry_of(args, kwargs)
         if isinstance(entry, _Nothing):
             return None
         if entry is not None and instance is engine.prompt_cache:

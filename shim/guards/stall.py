@@ -11,10 +11,11 @@ from __future__ import annotations
 import faulthandler
 from typing import Any
 
-from .. import anatomy, crash_report, errors, facts, fatal, report, settings, trial, watchdog
-from ..engine import Engine, engine
-from ..entries import DECODE, FINISHED, PREFILL, Entry
-from ..verdicts import Incompatible
+from ..core import errors, report, settings
+from ..core.verdicts import Incompatible
+from ..engine import anatomy, crash_report, facts, fatal, trial, watchdog
+from ..engine.entries import DECODE, FINISHED, PREFILL, Entry
+from ..engine.state import Engine, engine
 
 UPSTREAM = "mlx-lm 1493, 1505, 1598, 1672, 1834"
 MODULE = "mlx_lm.server"

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .. import handover, kv_cost, memory, patch, report, settings, weights
-from ..engine import engine
-from ..entries import FINISHED, QUEUED
-from ..errors import ShimError, memory_pressure
-from . import require
+from ..core import memory, patch, report, settings
+from ..core.errors import ShimError, memory_pressure
+from ..core.verdicts import require
+from ..engine.entries import FINISHED, QUEUED
+from ..engine.state import engine
+from ..models import insert_arguments, kv_cost, weights
 
 UPSTREAM = "mlx-lm 854, 948, 1480"
 MODULE = "mlx_lm.server"
@@ -59,7 +60,7 @@ class _Guard:
 
     def learn(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         try:
-            caches = handover.entry_of(args, kwargs)
+            caches = insert_arguments.entry_of(args, kwargs)
             if caches and instance is engine.prompt_cache and not _may_shrink(caches):
                 self._cost = kv_cost.learn(caches)
             if self._overhead is None:

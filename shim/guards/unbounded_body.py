@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import http, patch, settings
-from ..errors import ShimError
-from . import require
+from ..core import answers, patch, settings
+from ..core.errors import ShimError
+from ..core.verdicts import require
 
 UPSTREAM = "no issue known; seen on 0.31.3 and 0.32.2"
 MODULE = "mlx_lm.server"
@@ -27,7 +27,7 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     try:
         _check(instance.headers)
     except ShimError as error:
-        http.refuse(instance, error)
+        answers.refuse(instance, error)
         return None
     return wrapped(*args, **kwargs)
 

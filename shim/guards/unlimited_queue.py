@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from .. import patch, settings
-from ..errors import ShimError
-from . import require
+from ..core import patch, settings
+from ..core.errors import ShimError
+from ..core.verdicts import require
 
 UPSTREAM = "no issue known; seen on 0.31.3 and 0.32.2"
 MODULE = "mlx_lm.server"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import patch, report, settings
-from ..engine import engine
-from ..errors import ShimError
-from . import require
+from ..core import patch, report, settings
+from ..core.errors import ShimError
+from ..core.verdicts import require
+from ..engine.state import engine
 
 UPSTREAM = "mlx-lm 854, 948, 1480"
 MODULE = "mlx_lm.server"

@@ -13,10 +13,11 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from .. import dry_run, dry_switch, patch, report
-from ..dry_run import Anything
-from ..engine import engine
-from . import Incompatible, Retired, require
+from ..core import patch, report
+from ..core.verdicts import Incompatible, Retired, require
+from ..engine.state import engine
+from ..probing import dry_run, model_switch
+from ..probing.dry_run import Anything
 
 UPSTREAM = "mlx-lm 1757; 1837 cures the pool"
 MODULE = "mlx_lm.server"
@@ -34,7 +35,7 @@ def probe(server: Any) -> None:
     """See what stock's loop holds when it loads, and whether the pool is cleared by then."""
     require(server, "ModelProvider._load", "ResponseGenerator._generate", "load", "sharded_load", "mx.clear_cache")
     try:
-        held = dry_switch.run(server, Anything())
+        held = model_switch.run(server, Anything())
         cleared = _clears_the_pool(server)
     except Exception as error:
         raise Incompatible(f"a model is loaded otherwise than expected: {error!r}") from error

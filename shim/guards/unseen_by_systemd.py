@@ -15,9 +15,10 @@ import threading
 import time
 from typing import Any
 
-from .. import drain, facts, patch, report, sd_notify, watchdog
-from ..engine import engine
-from . import Incompatible, Unasked, require
+from ..core import patch, report, sd_notify
+from ..core.verdicts import Incompatible, Unasked, require
+from ..engine import drain, facts, watchdog
+from ..engine.state import engine
 
 UPSTREAM = "no issue known"
 MODULE = "mlx_lm.server"

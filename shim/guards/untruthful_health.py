@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .. import __version__, answering, facts, http, patch, report, verdicts
-from ..engine import Condition, engine
-from ..errors import RETRY_AFTER, ShimError
+from .. import __version__
+from ..core import answers, patch, report, verdicts
+from ..core.errors import RETRY_AFTER, ShimError
+from ..engine import answering, facts
+from ..engine.state import Condition, engine
 
 UPSTREAM = "mlx-lm 1505, 1791"
 MODULE = "mlx_lm.server"
@@ -68,7 +70,7 @@ def _do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         "guards": {name: state.kind for name, state in report.states.items()},
     }
     good = now in _GOOD[path] and (engine.pressed is None or path != "/health/ready")
-    http.send(instance, 200 if good else 503, json.dumps(body).encode(), None if good else left)
+    answers.send(instance, 200 if good else 503, json.dumps(body).encode(), None if good else left)
     return None
 
 
@@ -76,7 +78,7 @@ def _models(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     now = engine.condition
     if now in ("dead", "stalled", "draining"):
         error = ShimError(503, f"engine_{now}", f"the server is {now}", RETRY_AFTER)
-        http.send(instance, error.status, json.dumps(error.body()).encode(), error.retry_after)
+        answers.send(instance, error.status, json.dumps(error.body()).encode(), error.retry_after)
         return None
     return wrapped(*args, **kwargs)
 

@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from .. import sd_notify
+from ..core import sd_notify
 from . import Refused
 from .findings import Facts, Findings, common
 from .systemd_syntax import Entries, duration, environment, parse, words

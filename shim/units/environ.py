@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .. import settings, values
+from ..core import settings, values
 from . import Refused
 
 KEY_FILE = settings.variable("api_key_file")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .. import settings, values
+from ..core import settings, values
 from . import Refused, environ, shell
 from .invocation import MODEL, Invocation, deaf, interpreter_of, option, take_apart
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .. import budget, local_model, settings, values
-from ..memory import shown
+from ..core import settings, values
+from ..core.memory import shown
+from ..planning import budget, local_model
 from .invocation import DRAFT, MODEL, option
 
 SOFT, HARD = (settings.variable(name) for name in ("memory_soft", "memory_hard"))

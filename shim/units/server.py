@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .. import local_model
+from ..planning import local_model
 from . import Refused
 from .environ import absolute
 from .invocation import (

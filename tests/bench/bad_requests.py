@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
-from bad_requests import CASES, Case
-from harness import LINES, Server
+from kit.bad_requests import CASES, Case
+from kit.harness import LINES, Server
 
 from shim.cli import tiny_model
 

@@ -14,17 +14,15 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
-import drift
-import drift_cases
-import drift_report
-from harness import LINES
+from kit.drift import cases, mutate, report
+from kit.harness import LINES
 
-from shim.anatomy import ATTRIBUTES
+from shim.engine.anatomy import ATTRIBUTES
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("line", nargs="*", default=LINES)
 parser.add_argument("--name", default="", help="only names with this in them")
-parser.add_argument("--kind", choices=drift.KINDS, action="append", help="only this kind")
+parser.add_argument("--kind", choices=mutate.KINDS, action="append", help="only this kind")
 parser.add_argument("--log", action="store_true", help="the log of each case that is not as it should be")
 parser.add_argument("--heart", action="store_true", help="only the names of the heart")
 parser.add_argument("--stock", action="store_true", help="without the shim: only whether the changed server serves")
@@ -35,9 +33,9 @@ begun = time.monotonic()
 for line in given.line:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        guards = drift_cases.HEART if given.heart else drift_cases.GUARDS
-        wanted = drift_cases.cases(drift_cases.touched(line, folder, guards), given.kind or drift.KINDS)
-        bench = drift_cases.Bench(line, folder)
+        guards = cases.HEART if given.heart else cases.GUARDS
+        wanted = cases.cases(cases.touched(line, folder, guards), given.kind or mutate.KINDS)
+        bench = cases.Bench(line, folder)
         try:
             run = bench.serves if given.stock else bench.run
             rows += bench.run_all([case for case in wanted if given.name in f"{case[0]}.{case[1]}"], run)
@@ -46,12 +44,12 @@ for line in given.line:
         finally:
             bench.close()
 wrong = [row for row in rows if row.wrong]
-print(drift_report.table(rows))
+print(report.table(rows))
 print(f"\n{len(rows)} cases, {len(wrong)} not as they should be, {time.monotonic() - begun:.0f} s\n")
 for row in wrong:
     print("*", row)
     if given.log:
         print(row.log[-6000:])
 if not sys.argv[1:]:
-    drift_report.PAGE.write_text(drift_report.page(rows, time.monotonic() - begun))
+    report.PAGE.write_text(report.page(rows, time.monotonic() - begun))
 sys.exit(bool(wrong))

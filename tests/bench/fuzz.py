@@ -14,9 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from fuzz import Beside, bodies, judge, judge_wire, normal_texts, wires
-from harness import LINES, Server
 from hypothesis import HealthCheck, given, settings
+from kit.fuzz import Beside, bodies, judge, judge_wire, normal_texts, wires
+from kit.harness import LINES, Server
 
 from shim.cli import tiny_model
 

@@ -6,6 +6,6 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
-import guards_page
+from kit.pages import guards_page
 
 guards_page.PAGE.write_text(guards_page.page())

@@ -14,10 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import headline
 from conftest import FaultyModel
-from harness import NEWEST
-from headline import KILLS, RAISES, STALLS
+from kit import headline
+from kit.harness import NEWEST
+from kit.headline import KILLS, RAISES, STALLS
 
 
 def guarded(folder: Path, model: FaultyModel, deaths: int, *, hand_over: bool) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from harness import NEWEST, Server
-from streams import Stream
+from kit.harness import NEWEST, Server
+from kit.streams import Stream
 
 from shim.cli import tiny_model
 

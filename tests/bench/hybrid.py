@@ -14,17 +14,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from harness import LINES, NEWEST, REPO, clean_environ, python_of
+from kit.harness import LINES, NEWEST, REPO, clean_environ, python_of
 
 FAMILIES = ("qwen3_next", "mamba2", "nemotron_h")
 CAP = 499_000  # live Metal buffers
 LAYERS = {"18 linear layers": 18, "Qwen3-Next-80B-A3B, 36": 36, "Qwen3.5, 48": 48, "mamba2-2.7b, 64": 64}
-OFF = {"MLX_SHIM_ARRAYS_CACHE": "0", "MLX_SHIM_BATCH_OFFSET": "0"}
+OFF = {"MLX_SHIM_LEAKING_ADVANCE": "0", "MLX_SHIM_LEAKING_OFFSET": "0"}
 
 DECODE = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])
-from families import build
+from kit.families import build
 from mlx_lm.generate import BatchGenerator
 model = build(sys.argv[2])
 generator = BatchGenerator(model)

@@ -14,8 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from shim import ledger
-from shim.engine import engine
+from shim.engine import queues
+from shim.engine.state import engine
 
 TOKENS = 20_000
 
@@ -37,7 +37,7 @@ def main() -> None:
     times = []
     for _ in range(pairs):
         stock = once(queue.Queue())
-        ours = once(ledger.ResponseQueue(engine.open((), None), Token))
+        ours = once(queues.ResponseQueue(engine.open((), None), Token))
         times.append((stock, ours))
     base, with_ledger = (statistics.median(column) for column in zip(*times, strict=True))
     extra = statistics.median(b - a for a, b in times)

@@ -20,10 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import releases
-from compatibility import PAGE, Row, ask_doctor, page
-from releases import NotHere, Pair
-from scenarios import SCENARIOS, Scenario, Stage
+from kit import releases
+from kit.pages.compatibility import PAGE, Row, ask_doctor, page
+from kit.releases import NotHere, Pair
+from kit.scenarios import SCENARIOS, Scenario, Stage
 
 import shim
 

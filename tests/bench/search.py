@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from harness import LINES, REPO, clean_environ, python_of
+from kit.harness import LINES, REPO, clean_environ, python_of
 
 OFF = {"MLX_SHIM_QUADRATIC_SEARCH": "0"}
 

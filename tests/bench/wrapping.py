@@ -7,7 +7,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
-import wrapping
+from kit.pages import wrapping
 
 page = wrapping.PAGE.read_text()
 head, _, rest = page.partition(wrapping.BEGIN)

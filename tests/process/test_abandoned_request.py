@@ -6,8 +6,8 @@ import random
 import time
 
 import pytest
-from harness import Inconclusive, Server, wait_until
-from streams import Stream
+from kit.harness import Inconclusive, Server, wait_until
+from kit.streams import Stream
 
 LONG = {"prompt": "x", "max_tokens": 100_000}
 OFF = {"MLX_SHIM_ABANDONED_REQUEST": "0"}

@@ -9,19 +9,19 @@ import threading
 import time
 
 import pytest
-from harness import NEWEST, Inconclusive, Server, wait_until
-from streams import Stream
+from kit.harness import NEWEST, Inconclusive, Server, wait_until
+from kit.streams import Stream
 
 OFF = {"MLX_SHIM_ABRUPT_STOP": "0"}
 LONG = 100_000  # tokens: more than any test waits for
 SOON = 5.0  # seconds; it takes a fraction of one
 HALF = 0.5  # second, which the docs promise of an idle server
 PATIENT = {"MLX_SHIM_EXIT_GRACE": "10s"}  # whoever is to be told is; it ends as soon as they are
-# The stock server, with something in shim/drain.py set to what suits a test on a busy machine.
+# The stock server, with something in shim/engine/drain.py set to what suits a test on a busy machine.
 WITH_DRAIN = """
 import sys
 from mlx_lm.server import main
-next(module for name, module in sys.modules.items() if name.endswith("shim.drain")).{name} = {value}
+next(module for name, module in sys.modules.items() if name.endswith("shim.engine.drain")).{name} = {value}
 main()
 """
 

@@ -6,9 +6,9 @@ import http.client
 import subprocess
 
 import pytest
-from bad_requests import CASES, CHAT, KILLERS, NEW, OLD
-from harness import NEWEST, REPO, Inconclusive, Server, clean_environ, python_of, wait_until
-from streams import Stream
+from kit.bad_requests import CASES, CHAT, KILLERS, NEW, OLD
+from kit.harness import NEWEST, REPO, Inconclusive, Server, clean_environ, python_of, wait_until
+from kit.streams import Stream
 
 OFF = {"MLX_SHIM_BAD_REQUEST": "0", "MLX_SHIM_KILLER_REQUEST": "0"}
 NORMAL = [{"prompt": f"{n} is a number", "max_tokens": 400, "temperature": 0.0} for n in range(4)]
@@ -125,8 +125,8 @@ def test_what_is_accepted_keeps_its_tokens(line, tiny, tmp_path):
 REHEARSE = """
 import types, mlx.core as mx
 from mlx_lm import server
-from shim import vocabulary
-from shim.errors import ShimError
+from shim.guards.killer_request import vocabulary
+from shim.core.errors import ShimError
 from shim.guards import killer_request, nested_xtc_tokens
 nested_xtc_tokens.apply(server)
 class Tokenizer:

@@ -8,11 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import KILLER, NEWEST, REPO, VENVS, Server, clean_environ, python_of
-from model_folders import weightless
+from kit.harness import KILLER, NEWEST, REPO, VENVS, Server, clean_environ, python_of
+from kit.model_folders import weightless
 
-from shim import budget, memory
 from shim.cli import tiny_model
+from shim.core import memory
+from shim.planning import budget
 
 
 def shim(*arguments, line=NEWEST, cwd=REPO, **environ):

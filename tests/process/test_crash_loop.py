@@ -9,8 +9,8 @@ import sys
 import time
 
 import pytest
-from harness import KILLER, NEWEST, Inconclusive, Server, free_port, wait_until
-from streams import Stream
+from kit.harness import KILLER, NEWEST, Inconclusive, Server, free_port, wait_until
+from kit.streams import Stream
 
 pytestmark = pytest.mark.usefixtures("killable")
 
@@ -168,8 +168,8 @@ QUEUED = """
 import pathlib, sys, time
 from mlx_lm import server
 module = lambda name: next(m for n, m in sys.modules.items() if n.endswith(name))
-module("shim.ledger").POLL = 60.0  # who waits looks around as it begins to wait, and not again before the stop
-module("shim.drain").on_begin.append(lambda: time.sleep(0.5))  # the generation thread is the first to see the stop
+module("shim.engine.queues").POLL = 60.0  # who waits looks around as it begins to wait, and not again before the stop
+module("shim.engine.drain").on_begin.append(lambda: time.sleep(0.5))  # the generation thread is the first to see the stop
 crash_loop = module("guards.crash_loop")
 stock = crash_loop.wait
 def wait(*args):

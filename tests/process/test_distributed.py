@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import REPO, VENVS, Inconclusive, Server, clean_environ, free_port, wait_until
-from streams import Stream
+from kit.harness import REPO, VENVS, Inconclusive, Server, clean_environ, free_port, wait_until
+from kit.streams import Stream
 
 
 def free_pair():

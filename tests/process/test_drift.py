@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 
-import drift
 import pytest
-from drift_cases import HEART, SERVER, Bench, cases, touched
-from drift_report import table
-from harness import LINES
-from streams import Stream
+from kit.drift import mutate
+from kit.drift.cases import HEART, SERVER, Bench, cases, touched
+from kit.drift.report import table
+from kit.harness import LINES
+from kit.streams import Stream
 
-from shim.anatomy import ATTRIBUTES
+from shim.engine.anatomy import ATTRIBUTES
 
 PARTS = 4  # of a line: the workers take one each
 
@@ -40,7 +40,7 @@ def wanted(line, folder):
     """The cases of the suite, in an order that gives each part as many of each kind."""
     everything, heart = touched(line, folder), touched(line, folder, HEART)
     assert set(heart) < set(everything)
-    return sorted({*cases(everything, ["renamed"]), *cases(heart, drift.KINDS)}, key=lambda case: case[::-1])
+    return sorted({*cases(everything, ["renamed"]), *cases(heart, mutate.KINDS)}, key=lambda case: case[::-1])
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -106,6 +106,6 @@ def test_a_changed_server_serves_as_stock_does(line, benches):
     sample = [
         ("mlx_lm.server", name) for name in ("ResponseGenerator.generate", "BatchGenerator.next", "make_prompt_cache")
     ]
-    rows = benches(line).run_all(cases(sample, drift.KINDS), benches(line).serves)
-    assert len(rows) > len(drift.KINDS)
+    rows = benches(line).run_all(cases(sample, mutate.KINDS), benches(line).serves)
+    assert len(rows) > len(mutate.KINDS)
     assert not [row for row in rows if row.wrong], "\n".join(map(str, rows))

@@ -9,11 +9,11 @@ import threading
 import time
 
 import pytest
-from harness import Inconclusive, Server
-from model_folders import HUB_NAME, Folders
-from streams import Stream
+from kit.harness import Inconclusive, Server
+from kit.model_folders import HUB_NAME, Folders
+from kit.streams import Stream
 
-OFF = {f"MLX_SHIM_{name}": "0" for name in ("DROPPED_MODEL", "NEEDLESS_DRAIN", "ANY_MODEL")}
+OFF = {f"MLX_SHIM_{name}": "0" for name in ("DROPPED_MODEL", "NEEDLESS_RELOAD", "ANY_MODEL")}
 # Tokens; each takes 20 ms, until the model is told to hurry. Stock takes up new requests every half second.
 LONG, SHORT = 500, 3
 

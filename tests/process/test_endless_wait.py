@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from harness import KILLER, Inconclusive, Server, wait_until
-from streams import Stream, error_of
+from kit.harness import KILLER, Inconclusive, Server, wait_until
+from kit.streams import Stream, error_of
 
 
 @pytest.mark.parametrize("seed", [{}, {"seed": 1}], ids=["batched", "sequential"])

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import http.client
 
-import hybrid_model
 import pytest
-from harness import ANSWER, NEWEST, Inconclusive, Server
-from streams import Stream
+from kit.harness import ANSWER, NEWEST, Inconclusive, Server
+from kit.models import hybrid_model
+from kit.streams import Stream
 
-from shim import fatal
 from shim.cli import tiny_model
+from shim.engine import fatal
 
 WINDOW = 48
 KINDS = ("llama", "hybrid", "sliding")

@@ -10,11 +10,11 @@ import re
 import time
 from pathlib import Path
 
-import big_model
 import pytest
-from harness import NEWEST, Inconclusive, Server, wait_until
-from scales import MIB, Scales, patient, text_of, warm
-from streams import Stream
+from kit.harness import NEWEST, Inconclusive, Server, wait_until
+from kit.models import big_model
+from kit.scales import MIB, Scales, patient, text_of, warm
+from kit.streams import Stream
 
 TOKENS = 300  # 32 KiB each
 ENTRY = TOKENS * big_model.bytes_per_token(4096)

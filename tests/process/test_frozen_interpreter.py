@@ -6,7 +6,7 @@ import textwrap
 import time
 
 from conftest import FaultyModel
-from harness import Server, expect_zombie, wait_until
+from kit.harness import Server, expect_zombie, wait_until
 
 DEADLINE = {"MLX_SHIM_GIL_DEADLINE": "6s"}  # a busy machine may keep an interpreter waiting for a while
 

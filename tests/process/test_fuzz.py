@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from fuzz import Beside, bodies, judge, judge_wire, normal_texts, wires
-from harness import Inconclusive, Server
 from hypothesis import HealthCheck, given, settings
+from kit.fuzz import Beside, bodies, judge, judge_wire, normal_texts, wires
+from kit.harness import Inconclusive, Server
 
 EXAMPLES = settings(
     max_examples=250, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)

@@ -7,8 +7,8 @@ import textwrap
 import time
 
 import pytest
-from harness import NEWEST, Inconclusive, Server, wait_until
-from streams import Stream
+from kit.harness import NEWEST, Inconclusive, Server, wait_until
+from kit.streams import Stream
 
 
 def posts(server, count):

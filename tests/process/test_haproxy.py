@@ -9,10 +9,10 @@ import subprocess
 import time
 import urllib.request
 
-import headline
 from conftest import FaultyModel
-from harness import LINES, Inconclusive, Server, clean_environ, free_port, need, wait_until
-from streams import Stream
+from kit import headline
+from kit.harness import LINES, Inconclusive, Server, clean_environ, free_port, need, wait_until
+from kit.streams import Stream
 
 # What a machine that is busy with other tests takes now and then is no reason to call a server dead, or to start it anew.
 SHORT = ("timeout connect 2s", "timeout check 2s")

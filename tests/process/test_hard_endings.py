@@ -9,8 +9,8 @@ import textwrap
 import time
 
 import pytest
-from harness import KILLER, NEWEST, REPO, Server, clean_environ, expect_zombie, python_of, wait_until
-from streams import Stream
+from kit.harness import KILLER, NEWEST, REPO, Server, clean_environ, expect_zombie, python_of, wait_until
+from kit.streams import Stream
 
 pytestmark = pytest.mark.usefixtures("killable")
 
@@ -59,7 +59,7 @@ def test_control_for_hooks(line, tiny, tmp_path):
 UNKNOWN_FACTS = """
 def broken(*_):
     raise RuntimeError("no facts")
-next(module for name, module in sys.modules.items() if name.endswith("shim.crash_report")).facts = broken
+next(module for name, module in sys.modules.items() if name.endswith("shim.engine.crash_report")).facts = broken
 """
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 
-import headline
 from conftest import FaultyModel
-from harness import NEWEST, Inconclusive, wait_until
-from headline import KILLS, RAISES, STALLS
+from kit import headline
+from kit.harness import NEWEST, Inconclusive, wait_until
+from kit.headline import KILLS, RAISES, STALLS
 
 # tests/bench/headline.py does the same without the socket, and tells how long each takes.
 DEATHS = {NEWEST: 20}

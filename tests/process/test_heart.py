@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from harness import KILLER, Server, expect_zombie, wait_until
-from streams import Stream
+from kit.harness import KILLER, Server, expect_zombie, wait_until
+from kit.streams import Stream
 
 SHORT = {"MLX_SHIM_DECODE_STALL": "3s", "MLX_SHIM_PREFILL_STALL": "5s", "MLX_SHIM_EXIT_GRACE": "10s"}
 

@@ -7,10 +7,10 @@ import subprocess
 import textwrap
 
 import pytest
-from families import FAMILIES, IMPOSSIBLE
-from harness import LINES, REPO, VENVS, Inconclusive, clean_environ, python_of
+from kit.families import FAMILIES, IMPOSSIBLE
+from kit.harness import LINES, REPO, VENVS, Inconclusive, clean_environ, python_of
 
-OFF = {"MLX_SHIM_ARRAYS_CACHE": "0", "MLX_SHIM_BATCH_OFFSET": "0"}
+OFF = {"MLX_SHIM_LEAKING_ADVANCE": "0", "MLX_SHIM_LEAKING_OFFSET": "0"}
 TOKENS = 2000
 
 # Four prompts of different lengths, so that padding is real; three leave early, one joins in the middle, and one
@@ -23,7 +23,7 @@ BATCH = """
     import mlx.core as mx
     import numpy as np
     sys.path.insert(0, sys.argv[1])
-    from families import build
+    from kit.families import build
     from mlx_lm.generate import BatchGenerator
 
     TOKENS = int(sys.argv[3])
@@ -100,7 +100,7 @@ CAP = """
     import json, sys
     import mlx.core as mx
     sys.path.insert(0, sys.argv[1])
-    from families import build
+    from kit.families import build
     from mlx_lm.generate import BatchGenerator
     model = build(sys.argv[2])
     limit = int(sys.argv[3])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hybrid_model
 import pytest
-from harness import START, Inconclusive, Server, wait_until
+from kit.harness import START, Inconclusive, Server, wait_until
+from kit.models import hybrid_model
 
-OFF = {"MLX_SHIM_ARRAYS_CACHE": "0", "MLX_SHIM_BATCH_OFFSET": "0", "MLX_SHIM_PINNED_BATCH": "0"}
+OFF = {"MLX_SHIM_LEAKING_ADVANCE": "0", "MLX_SHIM_LEAKING_OFFSET": "0", "MLX_SHIM_PINNED_BATCH": "0"}
 TURNS = 6
 
 

@@ -7,15 +7,15 @@ import statistics
 import subprocess
 import time
 
-from harness import NEWEST, REPO, Server, clean_environ, python_of
-from streams import Stream
+from kit.harness import NEWEST, REPO, Server, clean_environ, python_of
+from kit.streams import Stream
 
 MOST = 0.001  # seconds of a core, at one look a second: 0.1 %
 
 
 def test_a_look_costs_little_waits_for_no_product_and_starts_no_process(line):
     """The guard's own, with the mlx of either line. The product takes seconds; a look that waited for it would as well."""
-    program = REPO / "tests" / "memory_looks.py"
+    program = REPO / "tests" / "kit" / "programs" / "memory_looks.py"
     done = subprocess.run(
         [python_of(line), str(program)], env=clean_environ(), check=True, capture_output=True, text=True, timeout=120
     )
@@ -38,7 +38,7 @@ def test_a_look_costs_little_waits_for_no_product_and_starts_no_process(line):
 def test_once_a_second_by_the_watchdog_whatever_is_generated(faulty, tmp_path):
     """And by nobody else, while some hundred tokens are made: nothing of it is in their way."""
     model = faulty(kind="none", delay=0.01)
-    entry = (str(REPO / "tests" / "counted_looks.py"),)
+    entry = (str(REPO / "tests" / "kit" / "programs" / "counted_looks.py"),)
     environ = {"MLX_SHIM_MEMORY_SOFT": "90%", "MLX_SHIM_MEMORY_HARD": "95%"}
     with Server(NEWEST, model.path, tmp_path / "log", entry=entry, args=model.args, environ=environ) as server:
         server.ready().post({"prompt": "what is learnt once is learnt", "max_tokens": 2})

@@ -10,10 +10,10 @@ import json
 import subprocess
 import textwrap
 
-from harness import LINES, REPO, Inconclusive, Server, clean_environ, python_of, wait_until
-from streams import Stream
+from kit.harness import LINES, REPO, Inconclusive, Server, clean_environ, python_of, wait_until
+from kit.streams import Stream
 
-from shim import fatal
+from shim.engine import fatal
 
 OFF = {"MLX_SHIM_MIXED_PROCESSORS": "0"}
 OLD = LINES[0]  # the one that has the defect

@@ -10,8 +10,8 @@ import threading
 import time
 
 import pytest
-from harness import LINES, NEWEST, Server, wait_until
-from streams import Stream
+from kit.harness import LINES, NEWEST, Server, wait_until
+from kit.streams import Stream
 
 # The limits of the contract, 120 s and 600 s, with time running forty times as fast.
 FAST = {"MLX_SHIM_DECODE_STALL": "3s", "MLX_SHIM_PREFILL_STALL": "15s"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from harness import Server, wait_until
+from kit.harness import Server, wait_until
 
 pytestmark = pytest.mark.usefixtures("killable")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import openai
 import pytest
-from harness import NEWEST, REPO, Inconclusive, Server, clean_environ, python_of
-from streams import Stream
+from kit.harness import NEWEST, REPO, Inconclusive, Server, clean_environ, python_of
+from kit.streams import Stream
 
 KEY = "sk-7f3a9c1e5b8d2046f1a7c3e9"
 WRONG = "sk-wrongwrongwrongwrongwrong"

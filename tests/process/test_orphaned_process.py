@@ -9,8 +9,8 @@ import textwrap
 import time
 
 import pytest
-from harness import Inconclusive, Server, taken_port, wait_until
-from streams import Stream
+from kit.harness import Inconclusive, Server, taken_port, wait_until
+from kit.streams import Stream
 
 
 def fatal_lines(server):

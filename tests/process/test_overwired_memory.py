@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import VENVS, Inconclusive, Server, wait_until
+from kit.harness import VENVS, Inconclusive, Server, wait_until
 
 GIB = 2**30
 RECOMMENDED = 48 * GIB

@@ -7,7 +7,7 @@ import subprocess
 import textwrap
 
 import pytest
-from harness import LINES, REPO, Inconclusive, clean_environ, python_of
+from kit.harness import LINES, REPO, Inconclusive, clean_environ, python_of
 
 from shim.cli import tiny_model
 

@@ -10,7 +10,7 @@ import subprocess
 import textwrap
 
 import pytest
-from harness import KILLER, NEWEST, REPO, VENVS, Server, clean_environ, free_port, python_of, taken_port
+from kit.harness import KILLER, NEWEST, REPO, VENVS, Server, clean_environ, free_port, python_of, taken_port
 
 pytestmark = pytest.mark.usefixtures("killable")
 

@@ -6,12 +6,11 @@ One server for both: requests served alone, a batch that grows, six at once, one
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-from big_model import STEP, big_kv_model, bytes_per_token, weight_bytes
-from harness import Inconclusive, Server, wait_until
-from streams import Stream
+from kit.harness import REPO, Inconclusive, Server, wait_until
+from kit.models.big_model import STEP, big_kv_model, bytes_per_token, weight_bytes
+from kit.streams import Stream
 
 HEAD_DIM = 4096
 TOKEN = bytes_per_token(HEAD_DIM)  # 32 KiB
@@ -26,7 +25,7 @@ class Metered(Server):
     """The stock server, which says what it holds (memory_meter)."""
 
     def __init__(self, line, model, log, **environ):
-        meter = str(Path(__file__).parents[1] / "memory_meter.py")
+        meter = str(REPO / "tests" / "kit" / "programs" / "memory_meter.py")
         super().__init__(line, model, log, entry=(meter,), args=("--prompt-cache-bytes", str(LIMIT)), environ=environ)
         self.seen = 0
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 import textwrap
 
-from harness import REPO, Inconclusive, clean_environ, python_of
+from kit.harness import REPO, Inconclusive, clean_environ, python_of
 
 # Tries of few different tokens, so that prefixes, forks and ties are common; entries come and go as in the prompt cache.
 EQUIVALENCE = """

@@ -10,7 +10,7 @@ import signal
 import socket
 
 import pytest
-from harness import KILLER, NEWEST, Inconclusive, Server, python_of, wait_until
+from kit.harness import KILLER, NEWEST, Inconclusive, Server, python_of, wait_until
 
 PASSED = """
 import os, sys
@@ -113,7 +113,7 @@ def test_who_has_been_let_in_is_answered_and_nobody_else_is_let_in(tiny, tmp_pat
 PATIENT = """
 import sys, threading
 from mlx_lm.server import main
-fatal = next(module for name, module in sys.modules.items() if name.endswith("shim.fatal"))
+fatal = next(module for name, module in sys.modules.items() if name.endswith("shim.engine.fatal"))
 fatal.LET_IN = 20.0  # the test may be slow to ask
 def tell():
     while not fatal.begun(1):

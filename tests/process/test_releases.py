@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import compatibility
 import pytest
-from harness import NEWEST, REPO, Inconclusive, python_of
-from scenarios import SCENARIOS, Scenario, cell
+from kit.harness import NEWEST, REPO, Inconclusive, python_of
+from kit.pages import compatibility
+from kit.scenarios import SCENARIOS, Scenario, cell
 
-from shim.guards import GUARDS
+from shim.core.catalogue import GUARDS
 
 # A stall, a drain and the leak have tests of their own, with their controls.
 PLAYED = ("death", "health", "empty prompt")

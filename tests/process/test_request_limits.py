@@ -6,9 +6,9 @@ import json
 import socket
 
 import pytest
-from harness import NEWEST, Inconclusive, Server, wait_until
-from streams import Stream
-from wire import head, raw, read_all
+from kit.harness import NEWEST, Inconclusive, Server, wait_until
+from kit.streams import Stream
+from kit.wire import head, raw, read_all
 
 from shim.cli import tiny_model
 

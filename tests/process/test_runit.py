@@ -8,9 +8,9 @@ import json
 import subprocess
 
 import pytest
-from harness import NEWEST, REPO, Kept, free_port, need, python_of, wait_until
-from headline import RAISES, STALLS, recipe
-from streams import Stream
+from kit.harness import NEWEST, REPO, Kept, free_port, need, python_of, wait_until
+from kit.headline import RAISES, STALLS, recipe
+from kit.streams import Stream
 
 FOREVER = 100_000  # tokens
 

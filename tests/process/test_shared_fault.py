@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
-from harness import LINES, Inconclusive, Server, wait_until
-from streams import Stream
+from kit.harness import LINES, REPO, Inconclusive, Server, wait_until
+from kit.streams import Stream
 
 from shim.cli import tiny_model
 
@@ -24,7 +23,7 @@ class PaddedModel:
         self.path = tiny_model.make(
             folder, vocab_size=320, eos_token_id=256, model_file="model.py", fault={"trigger": str(self.trigger)}
         )
-        shutil.copy(Path(__file__).parents[1] / "padded_model.py", folder / "model.py")
+        shutil.copy(REPO / "tests" / "kit" / "models" / "padded_model.py", folder / "model.py")
         spm_tokenizer(folder)
         self.args = ("--trust-remote-code",)
 

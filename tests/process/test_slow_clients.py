@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from harness import NEWEST, Inconclusive, Server, wait_until
-from wire import head, read_all
+from kit.harness import NEWEST, Inconclusive, Server, wait_until
+from kit.wire import head, read_all
 
 PATIENCE = 8.0  # seconds, of a client that sends too slowly
 

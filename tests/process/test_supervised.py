@@ -7,7 +7,7 @@ import textwrap
 import time
 
 import pytest
-from harness import KILLER, NEWEST, REPO, VENVS, Inconclusive, Kept, clean_environ, free_port, python_of, wait_until
+from kit.harness import KILLER, NEWEST, REPO, VENVS, Inconclusive, Kept, clean_environ, free_port, python_of, wait_until
 
 pytestmark = pytest.mark.usefixtures("killable")
 

@@ -12,11 +12,11 @@ import os
 import signal
 import subprocess
 
-import headline
 import pytest
-from harness import NEWEST, VENVS, clean_environ, wait_until
-from headline import RAISES
-from streams import Stream
+from kit import headline
+from kit.harness import NEWEST, VENVS, clean_environ, wait_until
+from kit.headline import RAISES
+from kit.streams import Stream
 
 CONTROL = """
 [unix_http_server]

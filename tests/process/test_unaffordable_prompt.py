@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import time
 
-import big_model
 import pytest
-from harness import Inconclusive, Server, wait_until
-from scales import MIB, Scales, text_of, warm
-from streams import Stream
+from kit.harness import Inconclusive, Server, wait_until
+from kit.models import big_model
+from kit.scales import MIB, Scales, text_of, warm
+from kit.streams import Stream
 
 ROOM = 40 * MIB  # 1,280 tokens of 32 KiB
 TOO_LONG = {"prompt": "z" * 2000, "max_tokens": 1, "temperature": 0}

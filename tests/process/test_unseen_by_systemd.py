@@ -8,8 +8,8 @@ import socket
 import time
 
 import pytest
-from harness import NEWEST, Inconclusive, Server, wait_until
-from streams import Stream
+from kit.harness import NEWEST, Inconclusive, Server, wait_until
+from kit.streams import Stream
 
 
 class Systemd:

@@ -6,8 +6,8 @@ import signal
 import socket
 import time
 
-from harness import Inconclusive, Server, wait_until
-from streams import Stream
+from kit.harness import Inconclusive, Server, wait_until
+from kit.streams import Stream
 
 OFF = {"MLX_SHIM_UNTRUTHFUL_HEALTH": "0"}
 

@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from harness import KILLER, NEWEST, REPO, VENVS, Server, clean_environ, expect_zombie, python_of
+from kit.harness import KILLER, NEWEST, REPO, VENVS, Server, clean_environ, expect_zombie, python_of
 
 pytestmark = pytest.mark.usefixtures("killable")
 
@@ -148,7 +148,7 @@ def test_without_a_usable_wrapt_deaths_are_still_guarded(line, tiny, tmp_path, c
         server.ready()
         (said,) = [x for x in server.shim_lines() if complaint in x]
         assert "install wrapt" in said
-        assert any("arrays_cache incompatible (it needs wrapt)" in x for x in server.shim_lines())
+        assert any("leaking_advance incompatible (it needs wrapt)" in x for x in server.shim_lines())
         server.send_and_leave(KILLER)
         assert server.wait_exit(30) == 70
 
@@ -200,7 +200,7 @@ sys.meta_path.insert(0, Drift())
     [
         # Two that stock calls only when it is stopped with Ctrl-C, or asked for its models.
         ("ResponseGenerator.stop_and_join", "2", "endless_wait degraded (cannot see stops (mlx_lm.server has no"),
-        ("APIHandler.handle_models_request", "1", "models_listing incompatible (mlx_lm.server has no"),
+        ("APIHandler.handle_models_request", "1", "empty_model_list incompatible (mlx_lm.server has no"),
     ],
 )
 def test_strict_refuses_a_guard_that_does_not_fit(tiny, tmp_path, path, strict, said):

@@ -8,12 +8,14 @@ import types
 
 import pytest
 
-from shim import drain, facts, image_fetch, ledger, memory, report
-from shim import engine as engine_module
 from shim.cli import unit
-from shim.engine import Engine
+from shim.core import memory, report
+from shim.core.memory import Usage
+from shim.engine import drain, facts, queues
+from shim.engine import state as engine_module
+from shim.engine.state import Engine
 from shim.guards import exhausted_memory, stall
-from shim.memory import Usage
+from shim.guards.request_forgery import image_fetch
 
 _MIB = 2**20
 
@@ -32,10 +34,10 @@ class Context:
 @pytest.fixture
 def engine(monkeypatch):
     fresh = Engine()
-    for module in (engine_module, ledger, stall):
+    for module in (engine_module, queues, stall):
         monkeypatch.setattr(module, "engine", fresh)
-    monkeypatch.setattr(ledger, "checks", [])
-    monkeypatch.setattr(ledger, "admissions", [])
+    monkeypatch.setattr(queues, "checks", [])
+    monkeypatch.setattr(queues, "admissions", [])
     for fact in facts.known.values():  # every fact can be seen
         monkeypatch.setattr(fact, "lost", None)
     monkeypatch.setattr(stall, "_suspects", {})
@@ -49,7 +51,7 @@ def request_(engine):
 
     def make():
         entry = engine.open((object(),), object())
-        return entry, ledger.ResponseQueue(entry, Token)
+        return entry, queues.ResponseQueue(entry, Token)
 
     return make
 

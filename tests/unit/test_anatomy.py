@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from shim import anatomy
+from shim.engine import anatomy
 
 
 class Generator:

@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 
-from shim import answering, errors, facts, report
+from shim.core import errors, report
+from shim.engine import answering, facts
 
 
 class Handler:
@@ -37,7 +38,7 @@ class Handler:
 @pytest.fixture
 def handler(engine, monkeypatch):
     monkeypatch.setattr(answering, "engine", engine)
-    monkeypatch.setattr(report, "states", {"error_status": report.State("incompatible")})
+    monkeypatch.setattr(report, "states", {"wrong_status": report.State("incompatible")})
     return Handler()
 
 
@@ -74,9 +75,9 @@ def test_in_the_middle_of_a_stream_it_is_an_event(handler):
     assert handler.close_connection
 
 
-def test_error_status_has_it_where_it_is_active(engine, handler, monkeypatch):
+def test_wrong_status_has_it_where_it_is_active(engine, handler, monkeypatch):
     engine.deliveries = 1  # they can be seen
-    monkeypatch.setattr(report, "states", {"error_status": report.State("active")})
+    monkeypatch.setattr(report, "states", {"wrong_status": report.State("active")})
 
     def raises(handler):
         assert isinstance(handler.wfile, io.BytesIO), "no byte is looked at"

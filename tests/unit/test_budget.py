@@ -7,16 +7,18 @@ import importlib
 import json
 import math
 
-import families
 import mlx.core as mx
 import pytest
-from harness import REPO
+from kit import families
+from kit.harness import REPO
+from kit.model_folders import weightless
 from mlx_lm.models.cache import make_prompt_cache
-from model_folders import weightless
 
-from shim import budget, kv_cost, lazy_cost, local_model, values
 from shim.cli import memory_budget
-from shim.kv_cost import Cost, Layer
+from shim.core import values
+from shim.models import kv_cost
+from shim.models.kv_cost import Cost, Layer
+from shim.planning import budget, cache_cost, local_model
 
 GIB, MIB = 1 << 30, 1 << 20
 LLAMA_70B = {
@@ -72,13 +74,13 @@ def test_how_many_contexts_fit():
 
 @pytest.mark.parametrize("name", sorted(families.FAMILIES))
 def test_a_token_takes_what_it_takes_in_a_model_that_runs(name):
-    filled(families.build(name), lazy_cost.of(copy.deepcopy(families.FAMILIES[name]), "float32"))
+    filled(families.build(name), cache_cost.of(copy.deepcopy(families.FAMILIES[name]), "float32"))
 
 
 def test_layers_with_a_window():
     mx.random.seed(0)
     module = importlib.import_module("mlx_lm.models.gemma3_text")
-    cost = lazy_cost.of(GEMMA, "bfloat16")
+    cost = cache_cost.of(GEMMA, "bfloat16")
     assert {layer.window for layer in cost.layers} == {32, math.inf}
     model = module.Model(module.ModelArgs.from_dict(GEMMA))
     model.set_dtype(mx.bfloat16)
@@ -98,25 +100,25 @@ def filled(model, cost):
 def test_a_huge_model_takes_no_memory():
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    cost = lazy_cost.of(LLAMA_70B, "bfloat16")
+    cost = cache_cost.of(LLAMA_70B, "bfloat16")
     assert cost.per_token == 80 * 8 * 128 * 2 * 2
     assert mx.get_peak_memory() - before < 64 * MIB
-    assert lazy_cost.of(LLAMA_70B, "float32").per_token == 2 * cost.per_token
+    assert cache_cost.of(LLAMA_70B, "float32").per_token == 2 * cost.per_token
 
 
 def test_what_cannot_be_told_is_said(tmp_path, monkeypatch):
     ran = tmp_path / "ran"
     (tmp_path / "model.py").write_text(f"open({str(ran)!r}, 'w')\n")
     (tmp_path / "config.json").write_text('{"model_type": "llama", "model_file": "model.py"}')
-    with pytest.raises(lazy_cost.NotKnown, match="it brings code of its own, which is not run here"):
-        lazy_cost.ask(tmp_path, "float16")
+    with pytest.raises(cache_cost.NotKnown, match="it brings code of its own, which is not run here"):
+        cache_cost.ask(tmp_path, "float16")
     assert not ran.exists()
     (tmp_path / "config.json").write_text('{"model_type": "no-such"}')
-    with pytest.raises(lazy_cost.NotKnown, match=r"^ValueError: Model type no-such not supported\.$"):
-        lazy_cost.ask(tmp_path, "float16")
-    monkeypatch.setattr(lazy_cost, "LIMIT", 0.01)
-    with pytest.raises(lazy_cost.NotKnown, match="could not be built within"):
-        lazy_cost.ask(tmp_path, "float16")
+    with pytest.raises(cache_cost.NotKnown, match=r"^ValueError: Model type no-such not supported\.$"):
+        cache_cost.ask(tmp_path, "float16")
+    monkeypatch.setattr(cache_cost, "LIMIT", 0.01)
+    with pytest.raises(cache_cost.NotKnown, match="could not be built within"):
+        cache_cost.ask(tmp_path, "float16")
 
 
 def test_contexts_are_counted_below_the_limit_in_force(tmp_path, monkeypatch, capsys):
@@ -148,23 +150,24 @@ def test_a_model_whose_caches_do_not_grow(tmp_path, capsys):
 
 COMPUTES = """\
 import mlx.core as mx
-from shim import kv_cost, lazy_cost
+from shim.models import kv_cost
+from shim.planning import cache_cost
 def learn(caches):
     kept = []
     while True:
         kept.append(mx.ones(1 << 20))
         mx.eval(kept)
-kv_cost.learn, lazy_cost.MOST_MEMORY = learn, 1 << 25
+kv_cost.learn, cache_cost.MOST_MEMORY = learn, 1 << 25
 """
 
 
 def test_a_model_that_computes_is_stopped(tmp_path, monkeypatch):
     """It would take the memory of all its weights."""
     monkeypatch.chdir(REPO)
-    monkeypatch.setattr(lazy_cost, "_PROGRAM", COMPUTES + lazy_cost._PROGRAM)
+    monkeypatch.setattr(cache_cost, "_PROGRAM", COMPUTES + cache_cost._PROGRAM)
     (tmp_path / "config.json").write_text(json.dumps(families.FAMILIES["lfm2"]))
-    with pytest.raises(lazy_cost.NotKnown, match="it computes something"):
-        lazy_cost.ask(tmp_path, "float16")
+    with pytest.raises(cache_cost.NotKnown, match="it computes something"):
+        cache_cost.ask(tmp_path, "float16")
 
 
 def test_which_model_is_here(tmp_path, monkeypatch):

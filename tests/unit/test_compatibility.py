@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import get_args
 
-import compatibility
 import pytest
-import releases
-from releases import RELEASES, Pair
-from scenarios import COLUMNS, Seen, cell
+from kit import releases
+from kit.pages import compatibility
+from kit.releases import RELEASES, Pair
+from kit.scenarios import COLUMNS, Seen, cell
 
-from shim import report
 from shim.cli.releases import TRIED
-from shim.guards import GUARDS
+from shim.core import report
+from shim.core.catalogue import GUARDS
 
 
 def page():

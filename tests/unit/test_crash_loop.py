@@ -10,12 +10,14 @@ import time
 
 import pytest
 
-from shim import account as account_module
-from shim import breaker, memory, settings
-from shim.account import Account
-from shim.breaker import Death, Limit
+from shim.core import memory, settings
+from shim.core.values import Limit
 from shim.guards import crash_loop
-from shim.state_file import LOADING, UP, Run, State, StateFile
+from shim.guards.crash_loop import backoff
+from shim.guards.crash_loop import journal as account_module
+from shim.guards.crash_loop.backoff import Death
+from shim.guards.crash_loop.journal import Account
+from shim.guards.crash_loop.state_file import LOADING, UP, Run, State, StateFile
 
 LIMIT = Limit(3, 600.0, 10.0)
 NOW = 1_800_000_000.0
@@ -95,8 +97,8 @@ def test_a_wait_is_drawn_a_little_longer_but_not_beyond_the_longest(start, clock
     clock[0] += 4
     assert start()[1] == pytest.approx(7), "what is left, and not longer for being drawn again"
     die(start, 9)
-    assert start()[1] == pytest.approx(breaker.LONGEST)
-    assert start()[1] <= breaker.LONGEST
+    assert start()[1] == pytest.approx(backoff.LONGEST)
+    assert start()[1] <= backoff.LONGEST
 
 
 def test_what_is_drawn(start, monkeypatch):

@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib
 import re
 
-import drift
-import drift_cases
-import drift_package
-import guards_page
 import pytest
-from drift_server import package_of
-from harness import LINES, REPO
+from kit.drift import cases, mutate, stock_package
+from kit.drift.server import package_of
+from kit.harness import LINES, REPO
+from kit.pages import guards_page
 
-from shim import fatal, settings
-from shim.guards import GUARDS
+from shim.core import settings
+from shim.core.catalogue import GUARDS
+from shim.engine import fatal
 
 
 def rows(page: str) -> list[list[str]]:
@@ -64,10 +63,7 @@ def test_the_page_of_names_has_every_name_that_is_touched(tmp_path):
     """tests/bench/drift.py writes it, of a run over all of them."""
     page = (REPO / "docs" / "names.md").read_text()
     for line in LINES:
-        wanted = {
-            f"{module}.{path}"
-            for module, path, _ in drift_cases.cases(drift_cases.touched(line, tmp_path), ["renamed"])
-        }
+        wanted = {f"{module}.{path}" for module, path, _ in cases.cases(cases.touched(line, tmp_path), ["renamed"])}
         written = set(re.findall(rf"^\| {re.escape(line)} \| `([^`]+)` \|", page, re.MULTILINE))
         unknown = {name for name in wanted - written if drift_makes_sense(line, name)}
         assert not unknown, f"{line}: run tests/bench/drift.py"
@@ -76,7 +72,7 @@ def test_the_page_of_names_has_every_name_that_is_touched(tmp_path):
 
 def drift_makes_sense(line, name):
     """Whether some change is possible: of what belongs to no module of mlx_lm there is none."""
-    sources = drift_package.read(package_of(line))
+    sources = stock_package.read(package_of(line))
     module = max((m for m in sources if name.startswith(f"{m}.")), key=len)
     path = name.removeprefix(f"{module}.")
-    return any(drift.mutate(sources, module, path, kind) is not None for kind in drift.KINDS)
+    return any(mutate.mutate(sources, module, path, kind) is not None for kind in mutate.KINDS)

@@ -12,7 +12,8 @@ import types
 
 import pytest
 
-from shim import drain, fatal, memory, sd_notify, settings
+from shim.core import memory, sd_notify, settings
+from shim.engine import drain, fatal
 from shim.guards import abrupt_stop, grown_process
 
 

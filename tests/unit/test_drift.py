@@ -6,12 +6,10 @@ import re
 import textwrap
 from typing import ClassVar
 
-import drift
-import drift_names
-import drift_package
 import pytest
-from drift_cases import cases, touched
-from drift_server import package_of
+from kit.drift import mutate, names, stock_package
+from kit.drift.cases import cases, touched
+from kit.drift.server import package_of
 
 SOURCES = {
     "mlx_lm": "from .engine import Engine\n__all__ = ['Engine', 'help']\nfrom .tools import help\n",
@@ -74,12 +72,12 @@ def run(sources, monkeypatch):
 
     for name in [n for n in sys.modules if n.split(".")[0] == "mlx_lm"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "drift_names", drift_names)
+    monkeypatch.setitem(sys.modules, "drift_names", names)
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
     try:
         engine = importlib.import_module("mlx_lm.engine")
         made = getattr(engine, "Engine", None) or engine.Engine_renamed
-        thread = (made(drift_names.EXTRA, 0) if "drift_extra, n" in sources["mlx_lm.engine"] else made(0)).thread
+        thread = (made(names.EXTRA, 0) if "drift_extra, n" in sources["mlx_lm.engine"] else made(0)).thread
         thread.start()
         thread.join()
         return engine.use(File())
@@ -94,9 +92,11 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [case for case in cases(NAMES, drift.KINDS) if drift.mutate(SOURCES, *case)], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in cases(NAMES, mutate.KINDS) if mutate.mutate(SOURCES, *case)], ids=str
+)
 def test_what_is_changed_does_the_same(case, monkeypatch):
-    changed = drift.mutate(SOURCES, *case)
+    changed = mutate.mutate(SOURCES, *case)
     stock = run(SOURCES, monkeypatch)
     assert stock == (5, "baseengine", ["baseengine", "base"], True)
     assert run(SOURCES | changed, monkeypatch) == stock
@@ -106,8 +106,8 @@ def test_what_makes_no_sense():
     nonsense = {
         (path, kind)
         for _, path in NAMES
-        for kind in drift.KINDS
-        if drift.mutate(SOURCES, "mlx_lm.engine", drift.subject(path, kind), kind) is None
+        for kind in mutate.KINDS
+        if mutate.mutate(SOURCES, "mlx_lm.engine", mutate.subject(path, kind), kind) is None
     }
     others = {"extra argument", "other result", "generator"}
     assert nonsense == (
@@ -115,12 +115,12 @@ def test_what_makes_no_sense():
         | {("Queue", "moved")}
         | {("Engine.__init__", kind) for kind in ("renamed", "other result", "generator")}
     )
-    assert drift.mutate(SOURCES, "mlx_lm.engine", "Engine.none", "renamed") is None
-    assert drift.mutate(SOURCES, "mlx_lm.none", "x", "renamed") is None
+    assert mutate.mutate(SOURCES, "mlx_lm.engine", "Engine.none", "renamed") is None
+    assert mutate.mutate(SOURCES, "mlx_lm.none", "x", "renamed") is None
 
 
 def test_a_renamed_name_is_nowhere_left_and_all_else_is_as_written():
-    changed = drift.mutate(SOURCES, "mlx_lm.engine", "help", "renamed")
+    changed = mutate.mutate(SOURCES, "mlx_lm.engine", "help", "renamed")
     assert set(changed) == {"mlx_lm", "mlx_lm.tools", "mlx_lm.engine"}
     assert "'help'" not in changed["mlx_lm"]
     left = re.findall(r"\bhelp\b", changed["mlx_lm.engine"])
@@ -130,10 +130,10 @@ def test_a_renamed_name_is_nowhere_left_and_all_else_is_as_written():
 
 @pytest.mark.parametrize("line", ["0.31.3", "0.32.2"])
 def test_every_change_of_stock_compiles(line, tmp_path):
-    sources = drift_package.read(package_of(line))
+    sources = stock_package.read(package_of(line))
     made = 0
-    for module, path, kind in cases(touched(line, tmp_path), drift.KINDS):
-        changed = drift.mutate(sources, module, path, kind)
+    for module, path, kind in cases(touched(line, tmp_path), mutate.KINDS):
+        changed = mutate.mutate(sources, module, path, kind)
         for name, source in (changed or {}).items():
             compile(source, name, "exec")
             assert source != sources.get(name)

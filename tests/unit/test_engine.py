@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 import types
 
-from shim import errors
-from shim.engine import Engine, Hold
+from shim.core import errors
+from shim.engine.state import Engine, Hold
 
 
 def test_the_condition():

@@ -6,11 +6,12 @@ import threading
 import types
 
 import pytest
-from pressed import MIB, Entries, running
+from kit.pressed import MIB, Entries, running
 
-from shim import fatal, memory
+from shim.core import memory
+from shim.core.memory import Usage
+from shim.engine import fatal
 from shim.guards import exhausted_memory
-from shim.memory import Usage
 
 
 def test_above_soft_it_trims_first_and_then_turns_away(guard, engine, request_):

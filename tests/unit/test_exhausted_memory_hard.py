@@ -5,12 +5,12 @@ from __future__ import annotations
 import types
 
 import pytest
-from pressed import MIB, Entries, running, victims
+from kit.pressed import MIB, Entries, running, victims
 
-from shim import fatal
-from shim.entries import DECODE, PREFILL, QUEUED
+from shim.core.memory import Usage
+from shim.engine import fatal
+from shim.engine.entries import DECODE, PREFILL, QUEUED
 from shim.guards import exhausted_memory
-from shim.memory import Usage
 
 
 def test_above_hard_the_largest_goes_then_the_next_once_the_first_is_let_go(guard, engine, request_):

@@ -6,8 +6,10 @@ import importlib
 
 import pytest
 
-from shim import boot, facts, report, settings
-from shim.guards import GUARDS, HEART
+from shim import boot
+from shim.core import report, settings
+from shim.core.catalogue import GUARDS, HEART
+from shim.engine import facts
 
 
 @pytest.fixture

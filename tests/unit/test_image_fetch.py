@@ -8,10 +8,10 @@ import subprocess
 import time
 
 import pytest
-from listener import Listener, redirect, whole
+from kit.listener import Listener, redirect, whole
 
-from shim import image_fetch
-from shim.image_fetch import Allowance, CannotFetch, parse
+from shim.guards.request_forgery import image_fetch
+from shim.guards.request_forgery.image_fetch import Allowance, CannotFetch, parse
 
 pytestmark = pytest.mark.usefixtures("names")
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import cache
 
-from shim import kv_cost
+from shim.models import kv_cost
 
 HEADS, DIM = 2, 32
 

@@ -8,10 +8,10 @@ import weakref
 
 import pytest
 
-from shim import memory
-from shim.errors import ShimError, memory_pressure
+from shim.core import memory
+from shim.core.errors import ShimError, memory_pressure
+from shim.core.memory import Usage
 from shim.guards import exhausted_memory
-from shim.memory import Usage
 
 MIB = 2**20
 

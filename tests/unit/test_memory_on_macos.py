@@ -12,7 +12,7 @@ import resource
 
 import pytest
 
-from shim import memory
+from shim.core import memory
 
 HOST = 1795  # a mach port
 

@@ -9,8 +9,10 @@ import os
 
 import pytest
 
-from shim import boot, report, settings
-from shim.guards import Refused, open_door
+from shim import boot
+from shim.core import report, settings
+from shim.core.verdicts import Refused
+from shim.guards import open_door
 
 KEY = "correct-horse-battery-staple"
 
@@ -134,7 +136,7 @@ def asked_for(monkeypatch, tmp_path):
 
 def test_where_the_file_is_refused_not_even_a_server_that_starts_all_the_same_is_open(asked_for, monkeypatch):
     turned_away = []
-    monkeypatch.setattr(open_door.http, "refuse", lambda _, error, __: turned_away.append(error.status))
+    monkeypatch.setattr(open_door.answers, "refuse", lambda _, error, __: turned_away.append(error.status))
     server = Server()
     state = boot._apply("open_door", server)
     assert (state.kind, state.reason) == ("failed", "the key file cannot be read: No such file or directory")

@@ -13,9 +13,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from mlx_lm import server as stock
 
-from shim import fatal, passed_sockets, settings
-from shim.guards import Incompatible, refused_while_down
-from shim.passed_sockets import Unusable
+from shim.core import settings
+from shim.core.verdicts import Incompatible
+from shim.engine import fatal
+from shim.guards import refused_while_down
+from shim.guards.refused_while_down import passed_sockets
+from shim.guards.refused_while_down.passed_sockets import Unusable
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from shim import patch, report, verdicts
+from shim.core import patch, report, verdicts
 
 
 @pytest.fixture(params=["wrapt", "standard library"])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shim.public_address import is_public
+from shim.guards.request_forgery.public_address import is_public
 
 PUBLIC = [
     "1.1.1.1", "8.8.8.8", "93.184.216.34", "172.15.0.1", "172.32.0.1", "192.169.0.1", "100.63.255.255", "100.128.0.0",

@@ -7,15 +7,16 @@ import types
 
 import pytest
 
-from shim import errors, facts, ledger
-from shim.entries import DECODE, PREFILL
+from shim.core import errors
+from shim.engine import facts, queues
+from shim.engine.entries import DECODE, PREFILL
 
 
 @pytest.fixture
 def requests(engine):
     """The queue of a generator that the engine watches."""
     generator = types.SimpleNamespace(inbox=queue.Queue())
-    ledger.watch(generator, engine)
+    queues.watch(generator, engine)
     engine.local.asking = True  # as within stock's `generate`
     return generator.inbox
 
@@ -30,7 +31,7 @@ def test_a_request_opens_an_entry_and_its_queue_is_ours(engine, requests, reques
     responses, asked, arguments = request_
     requests.put(request_)
     (entry,) = engine.entries.values()
-    assert isinstance(responses, ledger.ResponseQueue)
+    assert isinstance(responses, queues.ResponseQueue)
     assert engine.entry_of(asked) is engine.entry_of(arguments) is entry
     assert requests.get() == request_, "the engine gets what was put"
     assert queue.Queue is not type(requests)
@@ -41,7 +42,7 @@ def test_a_request_opens_an_entry_and_its_queue_is_ours(engine, requests, reques
 def test_the_order_and_number_of_the_parts_do_not_matter(engine, requests, request_, shape):
     requests.put(shape(request_))
     assert len(engine.entries) == 1
-    assert isinstance(request_[0], ledger.ResponseQueue)
+    assert isinstance(request_[0], queues.ResponseQueue)
     (entry,) = engine.entries.values()
     engine.stop(entry)
     assert requests.qsize() == 0, "withdrawn, as nobody waits for it"
@@ -70,7 +71,7 @@ def test_queues_of_a_class_of_their_own_are_watched_and_keep_it(engine, monkeypa
             super().put(*args, **kwargs)
 
     generator, responses = types.SimpleNamespace(inbox=Counting()), Counting()
-    ledger.watch(generator, engine)
+    queues.watch(generator, engine)
     engine.local.asking = True
     generator.inbox.put((responses, object()))
     responses.put(types.SimpleNamespace(prompt=[1]))
@@ -112,7 +113,7 @@ def test_a_refusal_before_the_engine_gets_it(engine, requests, request_, monkeyp
     def refuse():
         raise errors.engine_dead()
 
-    monkeypatch.setattr(ledger, "admissions", [refuse])
+    monkeypatch.setattr(queues, "admissions", [refuse])
     with pytest.raises(errors.ShimError):
         requests.put(request_)
     assert (requests.qsize(), engine.entries) == (0, {})
@@ -130,4 +131,4 @@ def test_turns_are_seen_by_the_queue_where_the_loop_cannot_be_wrapped(engine, re
 
 def test_a_generator_without_a_queue(engine):
     with pytest.raises(LookupError, match=r"holds no queue\.Queue"):
-        ledger.watch(types.SimpleNamespace(inbox=queue.SimpleQueue()), engine)
+        queues.watch(types.SimpleNamespace(inbox=queue.SimpleQueue()), engine)

@@ -8,14 +8,8 @@ import pytest
 from mlx_lm import server as stock_server
 from mlx_lm.models import cache as stock
 
-from shim.guards import (
-    Incompatible,
-    Retired,
-    exact_cache_hit,
-    models_listing,
-    quadratic_search,
-    usage_option,
-)
+from shim.core.verdicts import Incompatible, Retired
+from shim.guards import empty_model_list, exact_cache_hit, missing_include_usage, quadratic_search
 
 
 def module(original, **cured):
@@ -53,7 +47,7 @@ class Handler(stock_server.APIHandler):
 def test_stock_has_the_defects():
     for guard in (exact_cache_hit, quadratic_search):
         guard.probe(stock)
-    for guard in (usage_option, models_listing):
+    for guard in (missing_include_usage, empty_model_list):
         guard.probe(stock_server)
 
 
@@ -62,8 +56,8 @@ def test_stock_has_the_defects():
     [
         (exact_cache_hit, module(stock, LRUPromptCache=Replaying)),
         (quadratic_search, module(stock, PromptTrie=Linear)),
-        (usage_option, module(stock_server, APIHandler=Handler)),
-        (models_listing, module(stock_server, APIHandler=Handler)),
+        (missing_include_usage, module(stock_server, APIHandler=Handler)),
+        (empty_model_list, module(stock_server, APIHandler=Handler)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -81,7 +75,7 @@ def test_the_probes_leave_logging_alone():
     """The first call of `logging.debug` sets logging up, and the server's own set-up would then do nothing."""
     names = {"debug", "info", "warning", "error", "exception"}
     quiet = types.SimpleNamespace(**dict.fromkeys(names, lambda *_, **__: pytest.fail("the probe logs")))
-    usage_option.probe(module(stock_server, logging=quiet))
+    missing_include_usage.probe(module(stock_server, logging=quiet))
 
 
 def test_what_goes_wrong_with_a_hit_is_computed_anew(capfd):

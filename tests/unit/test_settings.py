@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 
-from shim import boot, report, settings, values
-from shim.guards import GUARDS, is_required, settings_of
+from shim import boot
+from shim.core import report, settings, values
+from shim.core.catalogue import GUARDS
+from shim.guards import is_required, settings_of
 
 
 @pytest.mark.parametrize(

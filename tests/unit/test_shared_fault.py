@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shim import engine as engine_module
-from shim.entries import FINISHED
+from shim.engine import state as engine_module
+from shim.engine.entries import FINISHED
 from shim.guards import shared_fault
 
 

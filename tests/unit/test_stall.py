@@ -6,7 +6,8 @@ import types
 
 import pytest
 
-from shim import facts, settings
+from shim.core import settings
+from shim.engine import facts
 from shim.guards import stall
 
 

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from shim import state_file
-from shim.account import Account
-from shim.breaker import Death
-from shim.state_file import WAITING, Corrupt, Held, Run, State, StateFile
+from shim.guards.crash_loop import state_file
+from shim.guards.crash_loop.backoff import Death
+from shim.guards.crash_loop.journal import Account
+from shim.guards.crash_loop.state_file import WAITING, Corrupt, Held, Run, State, StateFile
 
 
 def test_folders(monkeypatch, tmp_path):

@@ -11,10 +11,10 @@ import types
 import pytest
 from mlx_lm import server as stock
 
-from shim import facts, trial
-from shim.entries import DECODE
+from shim.core.verdicts import Incompatible
+from shim.engine import facts, trial
+from shim.engine.entries import DECODE
 from shim.guards import generation_death, stall
-from shim.verdicts import Incompatible
 
 
 class Other:

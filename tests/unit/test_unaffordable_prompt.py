@@ -6,12 +6,12 @@ import types
 
 import pytest
 
-from shim import memory, settings
-from shim.entries import DECODE
-from shim.errors import ShimError
+from shim.core import memory, settings
+from shim.core.errors import ShimError
+from shim.core.memory import Usage
+from shim.engine.entries import DECODE
 from shim.guards import unaffordable_prompt
-from shim.kv_cost import Cost, Layer
-from shim.memory import Usage
+from shim.models.kv_cost import Cost, Layer
 
 PER_TOKEN = Cost((Layer(100, float("inf"), 1, 0),))
 

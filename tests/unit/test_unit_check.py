@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import indent
 
 import pytest
-from harness import NEWEST, REPO, python_of
+from kit.harness import NEWEST, REPO, python_of
 
 from shim.units import Refused, check
 from shim.units.systemd_syntax import duration

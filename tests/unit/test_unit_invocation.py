@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shim import settings
+from shim.core import settings
 from shim.units import Refused, environ, invocation
 
 WAYS = [

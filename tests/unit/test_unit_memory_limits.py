@@ -5,10 +5,10 @@ from __future__ import annotations
 import plistlib
 
 import pytest
-from harness import NEWEST, python_of
-from model_folders import weightless
+from kit.harness import NEWEST, python_of
+from kit.model_folders import weightless
 
-from shim import memory
+from shim.core import memory
 
 PYTHON = python_of(NEWEST)
 GIB = 1 << 30

@@ -9,9 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import need
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.harness import need
 from supervisor.options import ServerOptions
 
 from shim.units import Refused, launchd, server, supervisord, systemd

@@ -5,7 +5,7 @@ from __future__ import annotations
 import plistlib
 
 import pytest
-from harness import NEWEST, REPO, python_of
+from kit.harness import NEWEST, REPO, python_of
 
 from shim.units import check, shell
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shim import sd_notify
-from shim.engine import Hold
+from shim.core import sd_notify
+from shim.engine.state import Hold
 from shim.guards import unseen_by_systemd
 
 MORE = {"EXTEND_TIMEOUT_USEC": 60_000_000}

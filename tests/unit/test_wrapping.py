@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import wrapping
+from kit.pages import wrapping
 
 
 @pytest.fixture(scope="module", params=wrapping.LINES)
@@ -21,15 +21,15 @@ ORDERS = {
         "ResponseGenerator.generate", "endless_wait", "dropped_model",
     ),
     "one model under two names is one, before it is looked at": (
-        "ResponseGenerator.generate", "needless_drain", "dropped_model",
+        "ResponseGenerator.generate", "needless_reload", "dropped_model",
     ),
     "a body is bounded before it is read": ("APIHandler.do_POST", "unbounded_body", "bad_request"),
     "a deadline is set before anything is read": ("APIHandler.do_POST", "slow_client", "unbounded_body"),
     "no body is read while the process ends": ("APIHandler.do_POST", "drain", "slow_client"),
-    "a refusal for want of memory is answered by error_status on do_POST": (
-        "APIHandler.do_POST", "bad_request", "error_status",
+    "a refusal for want of memory is answered by wrong_status on do_POST": (
+        "APIHandler.do_POST", "bad_request", "wrong_status",
     ),
-    "a refused place is answered by error_status": ("APIHandler.handle_completion", "error_status", "unlimited_queue"),
+    "a refused place is answered by wrong_status": ("APIHandler.handle_completion", "wrong_status", "unlimited_queue"),
     "a client that has left is seen before its text is tried": (
         "ResponseGenerator._tokenize", "killer_request", "abandoned_request",
     ),

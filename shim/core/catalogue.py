@@ -1,0 +1,54 @@
+"""The guards in order, by name: each is a module of shim/guards/, or a folder there where it has helpers of its own.
+
+Of two guards that wrap the same function the later one is outside, where both come in with the same module of mlx_lm.
+docs/how-it-works.md has the table of who is outside whom, and a test holds it.
+"""
+
+from __future__ import annotations
+
+GUARDS = (
+    "generation_death",
+    "orphaned_process",
+    "abandoned_request",
+    "stall",
+    "frozen_interpreter",
+    "nested_xtc_tokens",
+    "killer_request",
+    "unlimited_tokens",
+    "unlimited_queue",
+    "wrong_status",
+    "bad_request",
+    "unbounded_body",
+    "slow_client",
+    "shared_fault",
+    "untruthful_health",
+    "leaking_advance",
+    "leaking_offset",
+    "pinned_batch",
+    "overfull_prompt_cache",
+    "leftover_cache",
+    "unreturned_weights",
+    "request_forgery",
+    "misfiled_cache",
+    "exact_cache_hit",
+    "mixed_processors",
+    "quadratic_search",
+    "missing_include_usage",
+    "empty_model_list",
+    "open_door",
+    "dropped_model",
+    "needless_reload",
+    "any_model",
+    "endless_wait",
+    "abrupt_stop",
+    "grown_process",
+    "overwired_memory",
+    "hoarded_buffers",
+    "exhausted_memory",
+    "unaffordable_prompt",
+    "unseen_by_systemd",
+    "crash_loop",
+    "refused_while_down",
+)
+# What the promise stands on: the server answers, says that it cannot, or exits. Without one of these that is not so.
+HEART = ("generation_death", "stall", "endless_wait", "frozen_interpreter", "untruthful_health", "abrupt_stop")

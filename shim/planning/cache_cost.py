@@ -1,0 +1,108 @@
+"""What a token takes in the caches of a model, before it is loaded: built from its config.json, without its weights.
+
+MLX computes nothing that nobody looks at, so that a cache which a token has gone through has its shapes and types, and
+neither it nor the model takes memory. That is done in a process of its own, in case a model does look.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ..core import report, settings
+from ..models import kv_cost
+from ..models.kv_cost import Cost, Layer
+
+LIMIT = 60  # seconds, of which the imports take most
+MOST_MEMORY = 1 << 30  # bytes of MLX
+_EVERY = 0.02  # seconds
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from shim.planning import cache_cost; cache_cost.main(*sys.argv[2:])"
+)
+
+
+class NotKnown(Exception):
+    """Why, in a line."""
+
+
+def ask(folder: Path, dtype: str) -> Cost:
+    """Of the model in `folder`, whose weights are `dtype`, from a child of this interpreter. Raises NotKnown."""
+    with tempfile.TemporaryDirectory() as scratch:
+        answer = Path(scratch) / "answer"
+        command = [
+            sys.executable,
+            "-c",
+            _PROGRAM,
+            str(Path(__file__).resolve().parents[2]),
+            str(folder),
+            dtype,
+            str(answer),
+        ]
+        try:
+            child = subprocess.run(
+                command, env=os.environ | {settings.KILL_SWITCH: "0"}, capture_output=True, check=False, timeout=LIMIT,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise NotKnown(f"it could not be built within {LIMIT} s") from None
+        if child.returncode == -signal.SIGKILL:
+            raise NotKnown("it computes something when it is built, which was stopped")
+        if child.returncode or not answer.exists():
+            said = child.stderr.decode(errors="replace").strip().splitlines()
+            raise NotKnown(said[-1][:200] if said else f"status {child.returncode}")
+        told = json.loads(answer.read_text())
+    if "why" in told:
+        raise NotKnown(told["why"])
+    return Cost(tuple(Layer(*layer) for layer in told["layers"]))
+
+
+def main(folder: str, dtype: str, answer: str) -> None:
+    """In the child."""
+    threading.Thread(target=_watch, daemon=True).start()
+    try:
+        config = importlib.import_module("mlx_lm.utils").load_config(Path(folder))
+        told: dict[str, Any] = {"layers": of(config, dtype).layers}
+    except Exception as error:
+        told = {
+            "why": str(error)
+            if isinstance(error, NotKnown)
+            else f"{type(error).__name__}: {report.one_line(error, 200)}"
+        }
+    Path(answer).write_text(json.dumps(told))
+
+
+def of(config: dict[str, Any], dtype: str) -> Cost:
+    """By a model built from `config`; nothing of it is computed. Raises NotKnown, and what the model raises."""
+    if config.get("model_file") is not None:
+        raise NotKnown("it brings code of its own, which is not run here")
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.utils import _get_classes
+
+    mx.set_default_device(mx.cpu)  # no kernel of a GPU is made for it
+    model_class, arguments = _get_classes(config=config)
+    model = model_class(arguments.from_dict(config))
+    model.set_dtype(getattr(mx, dtype))
+    model.eval()
+    cache = make_prompt_cache(model)
+    model(mx.array([[0]]), cache=cache)
+    cost = kv_cost.learn(cache)
+    if not any(layer.per_token or layer.constant for layer in cost.layers):
+        raise NotKnown("its caches are of a kind that does not tell")
+    return cost
+
+
+def _watch() -> None:
+    """A model that computes while it is built would take the memory of all its weights."""
+    mx = importlib.import_module("mlx.core")
+    while mx.get_active_memory() < MOST_MEMORY:
+        time.sleep(_EVERY)
+    os.kill(os.getpid(), signal.SIGKILL)
