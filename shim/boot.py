@@ -15,7 +15,9 @@ from .engine import facts, fatal, observe
 _bad_values: list[str] = []
 _unknown_names: list[str] = []
 _blind: list[str] = []
-_at_work: dict[str, report.State] = {}  # the guards that were applied, and their states but for what facts do to them
+_at_work: dict[
+    str, report.State
+] = {}  # the guards that were applied, and their states but for what facts do to them
 _announced = False
 _server = "mlx_lm.server"
 
@@ -97,7 +99,9 @@ _KINDS: dict[type[Exception], report.Kind] = {
 def _apply(name: str, module: Any) -> report.State:
     guard = _guard(name)
     asked_for = guards.settings_of(name)
-    if not settings.current.guard_is_on(name) or (asked_for and not any(map(settings.is_set, asked_for))):
+    if not settings.current.guard_is_on(name) or (
+        asked_for and not any(map(settings.is_set, asked_for))
+    ):
         return _off(name)
     try:
         lost = guard.probe(module)
@@ -114,7 +118,9 @@ def _off(name: str) -> report.State:
     if not settings.current.guard_is_on(name):
         return report.State("off", f"{settings.variable(name)} is off")
     *others, last = map(settings.variable, guards.settings_of(name))
-    return report.State("off", f"{', '.join(others)} and {last} are not set" if others else f"{last} is not set")
+    return report.State(
+        "off", f"{', '.join(others)} and {last} are not set" if others else f"{last} is not set"
+    )
 
 
 def _server_starts() -> None:
@@ -172,7 +178,11 @@ def _unkept() -> list[str]:
         needs = asked_by[0]
         state = report.states.get(name)
         if not settings.current.guard_is_on(name):
-            report.line(f"{settings.variable(needs)} has no effect: {settings.variable(name)} is off")
+            report.line(
+                f"{settings.variable(needs)} has no effect: {settings.variable(name)} is off"
+            )
         elif state is None or state.kind not in ("active", "degraded"):
-            reasons.append(f"what {settings.variable(needs)} asks for cannot be given: {name} {state}")
+            reasons.append(
+                f"what {settings.variable(needs)} asks for cannot be given: {name} {state}"
+            )
     return reasons

@@ -24,7 +24,9 @@ def pytest_collection_modifyitems(items):
     """Spread those that compute all the time among those that mostly wait, so that the cores are busy throughout."""
     busy = [item for item in items if item.path.stem == "test_hybrid_families"]
     others = [item for item in items if item not in busy]
-    started = sum(item.path.parent.name == "process" for item in others)  # the tests that start servers come first
+    started = sum(
+        item.path.parent.name == "process" for item in others
+    )  # the tests that start servers come first
     step = max(1, started // (len(busy) + 1))
     for n, item in enumerate(busy):
         others.insert(n * (step + 1), item)
@@ -50,9 +52,13 @@ class FaultyModel:
         self.counted = folder.with_suffix(".counted")
         self.loaded = folder.with_suffix(".loaded")
         self.hurried = folder.with_suffix(".hurried")
-        files = {name: str(getattr(self, name)) for name in ("trigger", "counted", "loaded", "hurried")}
+        files = {
+            name: str(getattr(self, name)) for name in ("trigger", "counted", "loaded", "hurried")
+        }
         self.path = tiny_model.make(folder, model_file="model.py", fault=files | fault)
-        shutil.copy(Path(__file__).parent / "kit" / "models" / "faulty_model.py", folder / "model.py")
+        shutil.copy(
+            Path(__file__).parent / "kit" / "models" / "faulty_model.py", folder / "model.py"
+        )
         self.args = ("--trust-remote-code",)
 
     def fire(self) -> None:

@@ -36,14 +36,26 @@ def prepare() -> Path:
     python = VENVS / NEWEST / "bin" / "python"
     for version in WRAPTS:
         folder = VENVS / f"wrapt-{version}"
-        pip = [str(python), "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), f"wrapt=={version}"]
+        pip = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--target",
+            str(folder),
+            f"wrapt=={version}",
+        ]
         make(folder, [f"wrapt=={version}"], [pip])
     return python
 
 
 def main() -> int:
     python = str(prepare())
-    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("MLX_SHIM")}
+    environ = {
+        k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("MLX_SHIM")
+    }
     for check in (["ruff", "check", "."], ["ruff", "format", "--check", "-q", "."], ["mypy"]):
         if sys.argv[1:]:
             break  # somebody wants certain tests
@@ -51,7 +63,9 @@ def main() -> int:
         subprocess.run([python, "-m", *check], cwd=REPO, env=environ, check=True)
     # Four at a time on two cores: most of a test is waiting for a server, or for a fault that must not show itself.
     arguments = sys.argv[1:] or ["-n", "4", "--dist", "loadgroup", "--durations=15"]
-    return subprocess.run([python, "-m", "pytest", *arguments], cwd=REPO, env=environ, check=False).returncode
+    return subprocess.run(
+        [python, "-m", "pytest", *arguments], cwd=REPO, env=environ, check=False
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Run a subcommand and exit with its status; 2 for a command line that makes no sense."""
     from . import doctor, path, run, unit
 
-    parser = argparse.ArgumentParser(prog="python -m shim", description="Keeps mlx_lm.server alive and honest.")
+    parser = argparse.ArgumentParser(
+        prog="python -m shim", description="Keeps mlx_lm.server alive and honest."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("run", help=run.HELP, add_help=False)

@@ -55,7 +55,10 @@ def main(model: str | None = None) -> int:
         try:
             memory_budget.show(model, total)
         except local_model.NotHere as error:
-            print(f"mlx-lm-shim: --model {model_names.shown(model)}: {error}; {local_model.ACCEPTED}", file=sys.stderr)
+            print(
+                f"mlx-lm-shim: --model {model_names.shown(model)}: {error}; {local_model.ACCEPTED}",
+                file=sys.stderr,
+            )
             return 2
     found = _ask()
     if isinstance(found, str):
@@ -64,7 +67,9 @@ def main(model: str | None = None) -> int:
     faults = _print_guards(found) + _print_settings()
     print(f"\nsitecustomize chained: {found['chained'] or 'none'}")
     if not _is_injected():
-        print(f"This shell's PYTHONPATH does not name the shim. Start the server with PYTHONPATH={path.pythonpath()}")
+        print(
+            f"This shell's PYTHONPATH does not name the shim. Start the server with PYTHONPATH={path.pythonpath()}"
+        )
     for fault in faults:
         print(f"FIX: {fault}")
     return 1 if faults else 0
@@ -92,7 +97,9 @@ def _ask() -> dict[str, Any] | str:
         answer = Path(folder) / "answer"
         command = [sys.executable, "-c", _PROBE, str(answer)]
         try:
-            child = subprocess.run(command, env=environ, capture_output=True, check=False, timeout=_ASK_LIMIT)
+            child = subprocess.run(
+                command, env=environ, capture_output=True, check=False, timeout=_ASK_LIMIT
+            )
         except subprocess.TimeoutExpired:
             return (
                 f"the guards cannot be asked: mlx_lm.server was not imported within {_ASK_LIMIT} s\n"
@@ -121,20 +128,30 @@ def _print_guards(found: dict[str, Any]) -> list[str]:
     for name, (kind, reason) in found["states"].items():
         print(f"  {name:24}{kind}{f' ({reason})' if reason else ''}")
         if name in unkept and kind not in ("active", "degraded", "off"):
-            faults.append(f"{name} is {kind}: {reason}; the server does not start (78) while {unkept[name]} is set")
+            faults.append(
+                f"{name} is {kind}: {reason}; the server does not start (78) while {unkept[name]} is set"
+            )
         elif kind in ("incompatible", "failed"):
             faults.append(
                 f"{name} is {kind}: {reason}; a newer shim may know this mlx-lm; {settings.variable(name)}=0 accepts it"
             )
         elif kind == "degraded" and in_force.strict > 1:
-            faults.append(f"{name} is degraded: {reason}; with {settings.variable('strict')}=2 the server exits 78")
+            faults.append(
+                f"{name} is degraded: {reason}; with {settings.variable('strict')}=2 the server exits 78"
+            )
     return faults
 
 
 def _asked_for(in_force: settings.Settings) -> dict[str, str]:
     """By guard: the variable without which it would be off, and with which no server starts unless it is at work."""
-    required = {name: guards.settings_of(name)[0] for name in catalogue.GUARDS if guards.is_required(name)}
-    return {name: settings.variable(setting) for name, setting in required.items() if getattr(in_force, setting)}
+    required = {
+        name: guards.settings_of(name)[0] for name in catalogue.GUARDS if guards.is_required(name)
+    }
+    return {
+        name: settings.variable(setting)
+        for name, setting in required.items()
+        if getattr(in_force, setting)
+    }
 
 
 def _print_settings() -> list[str]:
@@ -150,4 +167,8 @@ def _print_settings() -> list[str]:
         print(f"  {row.variable:32}{given or row.default:10}{'set' if given else 'default'}")
     for text in (*bad, *unknown):
         print(f"  {text}")
-    return [f"{text}; with {settings.variable('strict')}=1 the server exits 78" for text in bad if in_force.strict]
+    return [
+        f"{text}; with {settings.variable('strict')}=1 the server exits 78"
+        for text in bad
+        if in_force.strict
+    ]

@@ -45,7 +45,9 @@ def _show_wired(total: int, size: int, *, valid: bool) -> None:
     given = (os.environ.get(WIRED, "").strip() if valid else "") or "stock"
     auto = budget.wired(total, size)
     side, why = (
-        ("below", "macOS can take memory back") if auto == "off" else ("of at least", "unwired it would be slow")
+        ("below", "macOS can take memory back")
+        if auto == "off"
+        else ("of at least", "unwired it would be slow")
     )
     _row("wiring", f"{WIRED}={given} in force")
     _row("recommended", f"{WIRED}=auto")
@@ -53,10 +55,14 @@ def _show_wired(total: int, size: int, *, valid: bool) -> None:
 
 
 def _show_limits(in_force: Settings, advised: Budget | None) -> None:
-    soft, hard = (shown(size) if size else "none" for size in (in_force.memory_soft, in_force.memory_hard))
+    soft, hard = (
+        shown(size) if size else "none" for size in (in_force.memory_soft, in_force.memory_hard)
+    )
     _row("limits", f"soft {soft}, hard {hard} in force")
     if advised is None:
-        _row("recommended", f"none: the model takes more than {budget.MOST_MODEL:.0%} of the memory")
+        _row(
+            "recommended", f"none: the model takes more than {budget.MOST_MODEL:.0%} of the memory"
+        )
     else:
         _row("recommended", f"{SOFT}={budget.as_setting(advised.soft)}")
         _row("", f"{HARD}={budget.as_setting(advised.hard)}")
@@ -72,16 +78,28 @@ def _show_contexts(cost: Cost, room: int, longest: int | None) -> None:
     if longest and fit >= longest:
         _row("longest alone", f"{longest} tokens, the most it was made for")
     else:
-        _row("longest alone", "any: its caches do not grow" if fit >= ANY_LENGTH else f"{fit} tokens")
+        _row(
+            "longest alone", "any: its caches do not grow" if fit >= ANY_LENGTH else f"{fit} tokens"
+        )
     _row("", "a prefill takes room beside the cache, which is not counted")
 
 
 def _exceptions(cost: Cost) -> str:
     """What of the caches does not grow with each token."""
     constant = sum(layer.constant for layer in cost.layers)
-    windows = sorted({int(layer.window) for layer in cost.layers if layer.per_token and layer.window != float("inf")})
+    windows = sorted(
+        {
+            int(layer.window)
+            for layer in cost.layers
+            if layer.per_token and layer.window != float("inf")
+        }
+    )
     told = [f"{_bytes(constant)} whatever the length"] if constant else []
-    told += [f"in some layers of no more than {' or '.join(map(str, windows))} tokens"] if windows else []
+    told += (
+        [f"in some layers of no more than {' or '.join(map(str, windows))} tokens"]
+        if windows
+        else []
+    )
     return "".join(f"; {text}" for text in told)
 
 

@@ -17,7 +17,11 @@ def folder() -> Path:
 
 def pythonpath() -> str:
     """PYTHONPATH with our folder first and what was there behind it."""
-    rest = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p).resolve() != folder()]
+    rest = [
+        p
+        for p in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if p and Path(p).resolve() != folder()
+    ]
     return os.pathsep.join([str(folder()), *rest])
 
 

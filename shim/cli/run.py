@@ -25,10 +25,19 @@ def main(arguments: list[str]) -> int:
                 file=sys.stderr,
             )
             return 78
-        except (OSError, RuntimeError) as error:  # mlx and pathlib raise RuntimeError for a full disk, or no home
-            print(f"mlx-lm-shim: the tiny model cannot be made: {error}; name a model with --model", file=sys.stderr)
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # mlx and pathlib raise RuntimeError for a full disk, or no home
+            print(
+                f"mlx-lm-shim: the tiny model cannot be made: {error}; name a model with --model",
+                file=sys.stderr,
+            )
             return 78
-        print(f"mlx-lm-shim: no --model given: serving a tiny random model, {model}; it talks noise", file=sys.stderr)
+        print(
+            f"mlx-lm-shim: no --model given: serving a tiny random model, {model}; it talks noise",
+            file=sys.stderr,
+        )
         arguments = ["--model", str(model), *arguments]
     command = [sys.executable, "-m", "mlx_lm", "server", *arguments]
     # exec, so that a supervisor's signals and the exit status are the server's own

@@ -27,7 +27,9 @@ def cached() -> Path:
             try:
                 os.rename(Path(scratch) / "model", folder)  # whole or not at all
             except OSError:
-                if not (folder / "config.json").exists():  # else somebody else was faster, and that is as good
+                if not (
+                    folder / "config.json"
+                ).exists():  # else somebody else was faster, and that is as good
                     raise
     return folder
 
@@ -87,11 +89,17 @@ def _write_tokenizer(folder: Path) -> None:
     """One token a byte, and the end of text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([EOS])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "chat_template": _TEMPLATE}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "chat_template": _TEMPLATE,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))

@@ -53,24 +53,65 @@ def _parser(kind: str) -> argparse.ArgumentParser:
         f"       python -m shim {kind} --check FILE", description=HELP.format(kind), allow_abbrev=False,
     )  # fmt: skip
     add = parser.add_argument
-    add("--check", metavar="FILE", help="say what in FILE defeats the shim: status 1 if anything does, else 0")
-    add("--label" if kind == "launchd" else "--name", dest="name", default=_DEFAULT_NAMES[kind], help="%(default)s")
-    add("--env", metavar="NAME=VALUE", action="append", default=[], help="put it into the unit; may be repeated")
-    add("--log", metavar="FILE", help="the log; by default the journal, or a file where there is none")
-    add("--workdir", metavar="DIR", default="/", help="%(default)s, since Python would import what lies there")
-    add("--socket", action="store_true", help="have the supervisor listen, and the server take the socket over")
+    add(
+        "--check",
+        metavar="FILE",
+        help="say what in FILE defeats the shim: status 1 if anything does, else 0",
+    )
+    add(
+        "--label" if kind == "launchd" else "--name",
+        dest="name",
+        default=_DEFAULT_NAMES[kind],
+        help="%(default)s",
+    )
+    add(
+        "--env",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="put it into the unit; may be repeated",
+    )
+    add(
+        "--log",
+        metavar="FILE",
+        help="the log; by default the journal, or a file where there is none",
+    )
+    add(
+        "--workdir",
+        metavar="DIR",
+        default="/",
+        help="%(default)s, since Python would import what lies there",
+    )
+    add(
+        "--socket",
+        action="store_true",
+        help="have the supervisor listen, and the server take the socket over",
+    )
     add("--output", metavar="DIR", help="write the unit into DIR, and print its name")
     if kind != "supervisord":
-        add("--daemon", action="store_true", help="a unit of the system: starts at boot, runs as --user")
-    add("--user", help="whom it runs as; by default you" if kind != "supervisord" else "whom it runs as")
+        add(
+            "--daemon",
+            action="store_true",
+            help="a unit of the system: starts at boot, runs as --user",
+        )
+    add(
+        "--user",
+        help="whom it runs as; by default you" if kind != "supervisord" else "whom it runs as",
+    )
     if kind == "systemd":
-        add("--notify", action="store_true", help="Type=notify: started means that the model answers")
+        add(
+            "--notify",
+            action="store_true",
+            help="Type=notify: started means that the model answers",
+        )
     return parser
 
 
 def _unit(kind: str, options: argparse.Namespace, command: Sequence[str]) -> tuple[Unit, list[str]]:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", options.name, re.ASCII):
-        raise Refused(f"the name {options.name!r} is not taken; accepted: letters, digits, dots, dashes")
+        raise Refused(
+            f"the name {options.name!r} is not taken; accepted: letters, digits, dots, dashes"
+        )
     folder = path.folder()
     variables = environ.collect(environ.given(options.env), folder, os.environ)
     workdir = environ.absolute(options.workdir)
@@ -118,7 +159,9 @@ def _log(kind: str, options: argparse.Namespace, user: str) -> str:
 def _write(made: Made, output: str | None) -> None:
     if output is None:
         if len(made.files) > 1:
-            raise Refused(f"--socket makes {' and '.join(made.files)}: name a folder for them with --output DIR")
+            raise Refused(
+                f"--socket makes {' and '.join(made.files)}: name a folder for them with --output DIR"
+            )
         print(*made.files.values(), sep="", end="")
         return
     for name, text in made.files.items():

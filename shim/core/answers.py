@@ -35,7 +35,9 @@ class HeldBody:
             return len(data)
         held, self._held = self._held or b"", None
         self.begun = True
-        self.raw.write(held + data)  # in one piece: should the process end between two, a whole answer would be cut
+        self.raw.write(
+            held + data
+        )  # in one piece: should the process end between two, a whole answer would be cut
         return len(data)
 
     def release(self) -> None:
@@ -69,7 +71,9 @@ def answer(handler: Any, error: ShimError, out: Any) -> None:
     send(handler, error.status, body, error.retry_after, out.raw)
 
 
-def send(handler: Any, status: int, body: bytes, retry_after: int | None = None, raw: Any = None) -> None:
+def send(
+    handler: Any, status: int, body: bytes, retry_after: int | None = None, raw: Any = None
+) -> None:
     """A whole JSON answer with the server's own CORS headers."""
     handler.send_response(status)
     handler.send_header("Content-Type", "application/json")
@@ -79,9 +83,13 @@ def send(handler: Any, status: int, body: bytes, retry_after: int | None = None,
     if status == _UNAUTHORIZED:
         handler.send_header("WWW-Authenticate", "Bearer")  # RFC 9110 wants it
     if status >= _ERROR and handler.close_connection:
-        handler.send_header("Connection", "close")  # a proxy that speaks HTTP/1.1 should not ask us again
+        handler.send_header(
+            "Connection", "close"
+        )  # a proxy that speaks HTTP/1.1 should not ask us again
     _allow_origins(handler)
-    lines = getattr(handler, "_headers_buffer", [])  # there is none for a client that speaks HTTP/0.9
+    lines = getattr(
+        handler, "_headers_buffer", []
+    )  # there is none for a client that speaks HTTP/0.9
     headers = b"".join(lines) + b"\r\n" if lines else b""
     handler._headers_buffer = []
     (raw or handler.wfile).write(headers + body)
@@ -97,7 +105,9 @@ def _allow_origins(handler: Any) -> None:
 
 def refuse(handler: Any, error: ShimError, linger: float = LINGER) -> None:
     """Answer a request of which nothing has been acted on, its body read or not, and close the connection."""
-    logging.getLogger("mlx_lm.server").warning("request answered %d: %s", error.status, report.one_line(error))
+    logging.getLogger("mlx_lm.server").warning(
+        "request answered %d: %s", error.status, report.one_line(error)
+    )
     handler.close_connection = True
     handler._headers_buffer = []
     body = b"" if handler.command == "HEAD" else json.dumps(error.body()).encode()

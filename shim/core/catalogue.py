@@ -51,4 +51,11 @@ GUARDS = (
     "refused_while_down",
 )
 # What the promise stands on: the server answers, says that it cannot, or exits. Without one of these that is not so.
-HEART = ("generation_death", "stall", "endless_wait", "frozen_interpreter", "untruthful_health", "abrupt_stop")
+HEART = (
+    "generation_death",
+    "stall",
+    "endless_wait",
+    "frozen_interpreter",
+    "untruthful_health",
+    "abrupt_stop",
+)

@@ -13,7 +13,12 @@ class ShimError(Exception):
     """An answer to one client: a status, OpenAI's type, code and param, and whether waiting helps."""
 
     def __init__(
-        self, status: int, code: str, message: str, retry_after: int | None = None, param: str | None = None
+        self,
+        status: int,
+        code: str,
+        message: str,
+        retry_after: int | None = None,
+        param: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -32,12 +37,20 @@ class ClientGone(Exception):
 
 
 def engine_dead() -> ShimError:
-    return ShimError(503, "engine_dead", "the generation engine has died; the server is about to restart", after_end)
+    return ShimError(
+        503,
+        "engine_dead",
+        "the generation engine has died; the server is about to restart",
+        after_end,
+    )
 
 
 def engine_stalled() -> ShimError:
     return ShimError(
-        503, "engine_stalled", "the generation engine has stalled; the server is about to restart", after_end
+        503,
+        "engine_stalled",
+        "the generation engine has stalled; the server is about to restart",
+        after_end,
     )
 
 
@@ -46,7 +59,9 @@ def shutting_down() -> ShimError:
 
 
 def draining() -> ShimError:
-    return ShimError(503, "draining", "the server is about to stop and takes nothing new in", after_end)
+    return ShimError(
+        503, "draining", "the server is about to stop and takes nothing new in", after_end
+    )
 
 
 def model_loading() -> ShimError:
@@ -62,12 +77,18 @@ def memory_pressure() -> ShimError:
 
 
 def request_timeout(seconds: float) -> ShimError:
-    return ShimError(504, "request_timeout", f"the request took longer than MLX_SHIM_REQUEST_TIMEOUT, {seconds:g} s")
+    return ShimError(
+        504,
+        "request_timeout",
+        f"the request took longer than MLX_SHIM_REQUEST_TIMEOUT, {seconds:g} s",
+    )
 
 
 def no_key() -> ShimError:
     return ShimError(
-        401, "invalid_api_key", "this server wants its API key, and only that, in the header Authorization: Bearer KEY"
+        401,
+        "invalid_api_key",
+        "this server wants its API key, and only that, in the header Authorization: Bearer KEY",
     )
 
 

@@ -46,8 +46,14 @@ class _Loader:
 
     def get_code(self, name: str) -> Any:
         """What runpy runs as __main__ (or as __mp_main__, in a worker that multiprocessing spawned)."""
-        tree = ast.parse(self._stock.get_source(name) or "")  # empty where only byte code is installed
-        tail = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
+        tree = ast.parse(
+            self._stock.get_source(name) or ""
+        )  # empty where only byte code is installed
+        tail = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
+        ]
         code = ast.parse(f"from {name} import *")
         code.body.extend(tail or ast.parse("if __name__ == '__main__': main()").body)
         return compile(code, self._stock.get_filename(name), "exec")

@@ -67,7 +67,9 @@ def total() -> int | None:
 def available() -> int | None:
     """What could be used without swapping."""
     if sys.platform == "linux":
-        found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE
+        )
         return int(found[1]) * 1024 if found else None
     if sys.platform == "darwin":
         return _available_on_macos()
@@ -81,7 +83,10 @@ def _available_on_macos() -> int | None:
     pages = _Statistics()
     count = ctypes.c_uint32(ctypes.sizeof(pages) // 4)
     failed = system.host_statistics64(
-        ctypes.c_uint32(system.mach_host_self()), _HOST_VM_INFO64, ctypes.byref(pages), ctypes.byref(count)
+        ctypes.c_uint32(system.mach_host_self()),
+        _HOST_VM_INFO64,
+        ctypes.byref(pages),
+        ctypes.byref(count),
     )
     return None if failed else int(pages.free + pages.inactive) * resource.getpagesize()
 
@@ -117,7 +122,9 @@ def is_critical() -> bool:
         return False
     level, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
     name = b"kern.memorystatus_vm_pressure_level"
-    failed = ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(level), ctypes.byref(size), None, ctypes.c_size_t(0))
+    failed = ctypes.CDLL(None).sysctlbyname(
+        name, ctypes.byref(level), ctypes.byref(size), None, ctypes.c_size_t(0)
+    )
     return not failed and level.value >= CRITICAL
 
 
@@ -139,7 +146,9 @@ def _resident(status: str) -> int:
 
 def _footprint_on_macos() -> int:
     usage = _Usage()
-    if ctypes.CDLL(None, use_errno=True).proc_pid_rusage(os.getpid(), _RUSAGE_INFO_V0, ctypes.byref(usage)):
+    if ctypes.CDLL(None, use_errno=True).proc_pid_rusage(
+        os.getpid(), _RUSAGE_INFO_V0, ctypes.byref(usage)
+    ):
         raise OSError(ctypes.get_errno(), "proc_pid_rusage failed")
     return int(usage.phys_footprint)
 

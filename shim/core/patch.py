@@ -32,9 +32,13 @@ def _import_wrapt() -> tuple[Any, str]:
     version = str(getattr(wrapt, "__version__", ""))
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:3])
     if not numbers or not all(
-        callable(getattr(wrapt, n, None)) for n in ("wrap_function_wrapper", "register_post_import_hook")
+        callable(getattr(wrapt, n, None))
+        for n in ("wrap_function_wrapper", "register_post_import_hook")
     ):
-        return None, f"the module wrapt at {getattr(wrapt, '__file__', '?')} is not the package wrapt"
+        return (
+            None,
+            f"the module wrapt at {getattr(wrapt, '__file__', '?')} is not the package wrapt",
+        )
     if numbers < OLDEST_WRAPT or numbers == BROKEN_WRAPT:
         return None, f"wrapt {version} cannot be used (wanted: 1.16 or newer, not 2.2.0)"
     return wrapt, ""
@@ -127,7 +131,9 @@ def undone_on_error() -> Iterator[None]:
         raise
 
 
-def given(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, position: int) -> Any:
+def given(
+    wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, position: int
+) -> Any:
     """One argument of a call that a wrapper got: by its name, else where the signature of stock's function has it.
 
     `position` counts without self; it holds where the signature does not tell. None where the call does not have it.
@@ -148,7 +154,8 @@ def _position(function: Any, name: str, otherwise: int) -> int:
 
 
 def after(
-    note: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None], lost: Callable[[str], None] | None = None
+    note: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None],
+    lost: Callable[[str], None] | None = None,
 ) -> Wrapper:
     """A wrapper that calls stock and then `note(instance, args, kwargs, result)`.
 
@@ -157,7 +164,9 @@ def after(
     """
     working = True
 
-    def wrapper(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def wrapper(
+        wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         nonlocal working
         result = wrapped(*args, **kwargs)
         if working:
@@ -171,7 +180,9 @@ def after(
                 if package.endswith(".guards"):
                     report.failed(module, f"{note.__name__} is off from now on: {error!r}")
                 else:
-                    report.line(f"{note.__module__}.{note.__name__} failed and is off from now on: {error!r}")
+                    report.line(
+                        f"{note.__module__}.{note.__name__} failed and is off from now on: {error!r}"
+                    )
         return result
 
     wrapper.note = note  # type: ignore[attr-defined]  # whose it is

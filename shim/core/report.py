@@ -105,6 +105,8 @@ def _write(data: bytes) -> None:
     if fd is None:
         return
     try:
-        os.write(fd, data)  # past sys.stderr's buffer and lock: a thread that died holding it must not stop us
+        os.write(
+            fd, data
+        )  # past sys.stderr's buffer and lock: a thread that died holding it must not stop us
     except OSError:
         return  # nobody reads it any more, and there is nowhere else to say so

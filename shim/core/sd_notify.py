@@ -19,7 +19,9 @@ def send(**assignments: str | int) -> None:
     to = address()
     if to is None:
         raise OSError("NOTIFY_SOCKET names no UNIX socket")
-    lines = "\n".join(f"{name}={str(value).replace(chr(10), ' ')}" for name, value in assignments.items())
+    lines = "\n".join(
+        f"{name}={str(value).replace(chr(10), ' ')}" for name, value in assignments.items()
+    )
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
         s.setblocking(False)
         s.sendto(lines.encode(errors="backslashreplace"), to)
@@ -34,5 +36,7 @@ def watchdog_interval() -> float | None:
     if not given or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return None
     if not (given.isascii() and given.isdecimal() and int(given)):
-        raise ValueError(f"WATCHDOG_USEC={given[:40]!r} is not valid; accepted: microseconds, a whole number above 0")
+        raise ValueError(
+            f"WATCHDOG_USEC={given[:40]!r} is not valid; accepted: microseconds, a whole number above 0"
+        )
     return int(given) / 2e6

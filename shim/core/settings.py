@@ -33,7 +33,9 @@ PREFIX = "MLX_SHIM"
 KILL_SWITCH = PREFIX
 
 
-def _setting(default: str, kind: str, parse: Callable[[str], Any], meaning: str, guard: str = "") -> Any:
+def _setting(
+    default: str, kind: str, parse: Callable[[str], Any], meaning: str, guard: str = ""
+) -> Any:
     """A row of the table. `default` is written as a user would write it, and parsed by the same parser."""
     row = {"default": default, "kind": kind, "parse": parse, "meaning": meaning, "guard": guard}
     return field(default=parse(default), metadata=row)
@@ -71,10 +73,18 @@ class Settings:
         "grown_process",
     )  # fmt: skip
     recycle_age: float = _setting(
-        "0", "duration", parse_duration, "likewise when its model has been up for so long; 0 is never", "grown_process"
+        "0",
+        "duration",
+        parse_duration,
+        "likewise when its model has been up for so long; 0 is never",
+        "grown_process",
     )
     recycle_memory: int = _setting(
-        "0", "size", parse_size, "likewise when its footprint is so large; 0 is never", "grown_process"
+        "0",
+        "size",
+        parse_size,
+        "likewise when its footprint is so large; 0 is never",
+        "grown_process",
     )
     decode_stall: float = _setting(
         "120s", "duration", parse_duration,
@@ -82,7 +92,11 @@ class Settings:
         "stall",
     )  # fmt: skip
     prefill_stall: float = _setting(
-        "600s", "duration", parse_duration, "a request in its prompt made no progress for this long; 0 is none", "stall"
+        "600s",
+        "duration",
+        parse_duration,
+        "a request in its prompt made no progress for this long; 0 is none",
+        "stall",
     )
     on_stall: str = _setting(
         "exit", "exit or dump", parse_choice("exit", "dump"),
@@ -108,21 +122,33 @@ class Settings:
         "machine and its network. off: nowhere; data: URLs still work", "request_forgery",
     )  # fmt: skip
     report_dir: str = _setting(
-        "", "folder", str.strip, "where a crash report (JSON) is written; always to stderr in short", "generation_death"
+        "",
+        "folder",
+        str.strip,
+        "where a crash report (JSON) is written; always to stderr in short",
+        "generation_death",
     )
     read_timeout: float = _setting(
         "60s", "duration", parse_duration,
         "a client that has not sent its headers by then, or then sends its body slower than 500 bytes a second, is cut; "
         "0 is none", "slow_client",
     )  # fmt: skip
-    max_body: int = _setting("64M", "size", parse_size, "a larger body is 413; 0 is no limit", "unbounded_body")
+    max_body: int = _setting(
+        "64M", "size", parse_size, "a larger body is 413; 0 is no limit", "unbounded_body"
+    )
     max_inflight: int = _setting(
-        "0", "number", parse_count, "so many requests at a time, one more is 429; 0 is no limit", "unlimited_queue"
+        "0",
+        "number",
+        parse_count,
+        "so many requests at a time, one more is 429; 0 is no limit",
+        "unlimited_queue",
     )
     max_prompt_tokens: int = _setting(
         "0", "number", parse_count, "a longer prompt is 400; 0 is no limit", "unlimited_tokens"
     )
-    max_tokens: int = _setting("0", "number", parse_count, "caps max_tokens; 0 is no limit", "unlimited_tokens")
+    max_tokens: int = _setting(
+        "0", "number", parse_count, "caps max_tokens; 0 is no limit", "unlimited_tokens"
+    )
     max_context: int = _setting(
         "0", "number", parse_count,
         "prompt and completion together: the completion ends with finish_reason length; 0 is no limit",
@@ -201,13 +227,23 @@ class Row:
 def table() -> list[Row]:
     """Every variable: the kill switch, the settings, then a switch for each guard."""
     rows = [
-        Row(KILL_SWITCH, "switch", "1", "the kill switch: 0 leaves Python as if the folder were not on PYTHONPATH", "")
+        Row(
+            KILL_SWITCH,
+            "switch",
+            "1",
+            "the kill switch: 0 leaves Python as if the folder were not on PYTHONPATH",
+            "",
+        )
     ]
     for f in fields(Settings):
         if f.metadata:
             meta = f.metadata
-            rows.append(Row(variable(f.name), meta["kind"], meta["default"], meta["meaning"], meta["guard"]))
-    rows += [Row(variable(name), "switch", "1", f"0 turns the guard {name} off", name) for name in GUARDS]
+            rows.append(
+                Row(variable(f.name), meta["kind"], meta["default"], meta["meaning"], meta["guard"])
+            )
+    rows += [
+        Row(variable(name), "switch", "1", f"0 turns the guard {name} off", name) for name in GUARDS
+    ]
     return rows
 
 
@@ -229,7 +265,9 @@ def load(environ: Mapping[str, str] = os.environ) -> tuple[Settings, list[str], 
         try:
             return parse(raw)
         except ValueError as error:
-            bad.append(f"{variable(name)}={raw!r} is not valid; {error}; using the default {default}")
+            bad.append(
+                f"{variable(name)}={raw!r} is not valid; {error}; using the default {default}"
+            )
             return parse(default)
 
     for f in fields(Settings):
@@ -240,7 +278,9 @@ def load(environ: Mapping[str, str] = os.environ) -> tuple[Settings, list[str], 
             off.add(guard)
     raw = environ.get(KILL_SWITCH, "")
     if raw.strip() and raw.strip().lower() not in (*ON, *OFF):
-        bad.append(f"{KILL_SWITCH}={raw!r} is not valid; accepted: {', '.join((*ON, *OFF))}; the shim stays on")
+        bad.append(
+            f"{KILL_SWITCH}={raw!r} is not valid; accepted: {', '.join((*ON, *OFF))}; the shim stays on"
+        )
     known = [row.variable for row in table()]
     unknown = [
         f"{name} is not a setting of the shim; the nearest known name is {difflib.get_close_matches(name, known, 1, 0)[0]}"

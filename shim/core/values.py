@@ -10,7 +10,9 @@ from . import memory
 
 OFF, ON = ("0", "off", "false", "no"), ("1", "on", "true", "yes")
 SMALLEST_KV_SIZE = 16
-SHORTEST_DEADLINE = 2.0  # seconds: the watchdog puts it off once a second at best, and on a busy machine later
+SHORTEST_DEADLINE = (
+    2.0  # seconds: the watchdog puts it off once a second at best, and on a busy machine later
+)
 AUTO_MARGIN = 4 << 30  # bytes wired beside a model that is large for the machine
 MOST_DEATHS = 100  # that a limit of deaths may ask for
 AUTO_SHARE = 0.6  # of the machine's memory: a model below it leaves enough to go without wiring
@@ -67,7 +69,9 @@ def parse_memory(text: str) -> int:
     try:
         return parse_size(text)
     except ValueError:
-        raise ValueError("accepted: a size such as 48G, or a share of the machine's memory such as 80%") from None
+        raise ValueError(
+            "accepted: a size such as 48G, or a share of the machine's memory such as 80%"
+        ) from None
 
 
 def parse_optional_size(text: str) -> int | None:
@@ -93,7 +97,9 @@ class Wired(NamedTuple):
 
     size: int = 0
     model: bool = False
-    auto: bool = False  # none for a model that leaves enough room; for a larger one the model and `size`
+    auto: bool = (
+        False  # none for a model that leaves enough room; for a larger one the model and `size`
+    )
 
     def most(self, model: int, total: int) -> int:
         """Bytes that may be wired for a model of `model` bytes on a machine that has `total`.
@@ -120,7 +126,9 @@ def parse_wired(text: str) -> Wired | None:
         beside = word.removeprefix("model+")
         return Wired(parse_memory(beside), model=beside != word)
     except ValueError:
-        raise ValueError("accepted: stock, off, auto, a size such as 12G, a share such as 60%, or model+4G") from None
+        raise ValueError(
+            "accepted: stock, off, auto, a size such as 12G, a share such as 60%, or model+4G"
+        ) from None
 
 
 def parse_count(text: str) -> int:
@@ -150,7 +158,9 @@ def parse_breaker(text: str) -> Limit | None:
     deaths, _, rest = text.partition("/")
     window, comma, base = rest.partition(",")
     try:
-        limit = Limit(parse_count(deaths), parse_duration(window), parse_duration(base if comma else "10s"))
+        limit = Limit(
+            parse_count(deaths), parse_duration(window), parse_duration(base if comma else "10s")
+        )
     except ValueError:
         limit = Limit(0, 0, 0)
     if 1 <= limit.deaths <= MOST_DEATHS and limit.window and limit.base:

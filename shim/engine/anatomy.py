@@ -44,7 +44,9 @@ def parts_of(generator: Any) -> Parts:
 def is_asked_to_stop(generator: Any) -> bool:
     """Whether somebody has asked the generator to end."""
     parts = parts_of(generator)
-    return parts.asked_to_stop or _is_raised(getattr(generator, parts.stop_flag or ATTRIBUTES[0], False))
+    return parts.asked_to_stop or _is_raised(
+        getattr(generator, parts.stop_flag or ATTRIBUTES[0], False)
+    )
 
 
 def ask_to_stop(generator: Any) -> bool:
@@ -102,16 +104,24 @@ def arguments_of(provider: Any) -> Any:
 
 
 def _first(generator: Any, *attributes: str) -> Any:
-    return next((v for v in _values(generator) if all(hasattr(v, name) for name in attributes)), None)
+    return next(
+        (v for v in _values(generator) if all(hasattr(v, name) for name in attributes)), None
+    )
 
 
-def thread_of(generator: Any, before: set[threading.Thread] | None = None) -> threading.Thread | None:
+def thread_of(
+    generator: Any, before: set[threading.Thread] | None = None
+) -> threading.Thread | None:
     """The thread that generates: one that the generator holds, else one that runs since `before`."""
     known = read(generator, "_generation_thread")
     if known is not None:
         return known  # type: ignore[no-any-return] # a stand-in of a program is as good
     held = [value for value in _values(generator) if isinstance(value, threading.Thread)]
-    started = [] if before is None else [thread for thread in threading.enumerate() if thread not in before]
+    started = (
+        []
+        if before is None
+        else [thread for thread in threading.enumerate() if thread not in before]
+    )
     return next(iter((*held, *started)), None)
 
 
@@ -167,7 +177,9 @@ def is_of_mlx_lm(filename: str) -> bool:
 
 def runs(generator: Any, code: Any) -> bool:
     """Whether `code` is that of a method of the generator's class."""
-    functions = (inspect.unwrap(value) for value in vars(type(generator)).values() if callable(value))
+    functions = (
+        inspect.unwrap(value) for value in vars(type(generator)).values() if callable(value)
+    )
     return any(getattr(function, "__code__", None) is code for function in functions)
 
 

@@ -57,7 +57,9 @@ def name_in(server: Any) -> str:
 
 def _handles(value: Any) -> bool:
     is_handler = inspect.isclass(value) and issubclass(value, BaseHTTPRequestHandler)
-    return is_handler and anatomy.is_of_mlx_lm(getattr(sys.modules.get(value.__module__), "__file__", None) or "")
+    return is_handler and anatomy.is_of_mlx_lm(
+        getattr(sys.modules.get(value.__module__), "__file__", None) or ""
+    )
 
 
 def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -72,7 +74,9 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if facts.has("handlers"):
             return wrapped(*args, **kwargs)
         return _answering(wrapped, instance, args, kwargs)
-    except ShimError as error:  # what a waiting handler is told, where wrong_status does not answer it
+    except (
+        ShimError
+    ) as error:  # what a waiting handler is told, where wrong_status does not answer it
         if answer is None:
             raise
         _tell(instance, error, answer)
@@ -87,7 +91,12 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def _is_needed() -> bool:
     """Whether the bytes of an answer have to be looked at: the first may show that deliveries cannot be seen."""
     state = report.states.get("wrong_status")
-    return not facts.has("deliveries") or not engine.deliveries or state is None or state.kind != "active"
+    return (
+        not facts.has("deliveries")
+        or not engine.deliveries
+        or state is None
+        or state.kind != "active"
+    )
 
 
 def _tell(handler: Any, error: ShimError, answer: _Answer) -> None:

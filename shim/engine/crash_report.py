@@ -26,7 +26,11 @@ _LOOKED_AT = 200_000  # characters of each text of a request
 def facts(reason: str, error: BaseException | None) -> dict[str, Any]:
     """What only the living engine knows: the requests as they are now, and the reason without anything of theirs."""
     known = engine.known()
-    theirs = [text for entry in known for text in _texts(getattr(entry.request, "__dict__", entry.request))]
+    theirs = [
+        text
+        for entry in known
+        for text in _texts(getattr(entry.request, "__dict__", entry.request))
+    ]
     return {
         "reason": _without(theirs, reason),
         "exception": f"{type(error).__name__}: {_without(theirs, error)}" if error else None,
@@ -59,7 +63,11 @@ def write(status: int, error: BaseException | None, known: dict[str, Any]) -> No
 def stack(thread_id: int | None) -> list[str]:
     """A thread's frames, outermost first, as "file:line function"."""
     frame = sys._current_frames().get(thread_id or 0)
-    return [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack(frame)] if frame else []
+    return (
+        [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack(frame)]
+        if frame
+        else []
+    )
 
 
 def _content(status: int, error: BaseException | None) -> dict[str, Any]:
@@ -76,7 +84,9 @@ def _content(status: int, error: BaseException | None) -> dict[str, Any]:
             "python": sys.version.split()[0],
         },
         "guards": {name: str(state) for name, state in report.states.items()},
-        "traceback": traceback.format_list(traceback.extract_tb(error.__traceback__)) if error else [],
+        "traceback": traceback.format_list(traceback.extract_tb(error.__traceback__))
+        if error
+        else [],
         "memory": _memory(),
         "threads": {names.get(ident, str(ident)): stack(ident) for ident in sys._current_frames()},
     }
@@ -99,12 +109,18 @@ def _texts(value: Any) -> list[str]:
         return [value] if len(value) > 3 else []  # noqa: PLR2004
     if isinstance(value, dict):
         value = list(value.values())
-    return [text for item in value for text in _texts(item)] if isinstance(value, (list, tuple)) else []
+    return (
+        [text for item in value for text in _texts(item)]
+        if isinstance(value, (list, tuple))
+        else []
+    )
 
 
 def _memory() -> dict[str, int]:
     """Bytes: the process's peak, and what MLX counts. Asking MLX takes none of its locks."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     figures = {"peak_resident": peak}
     mx = sys.modules.get("mlx.core")
     if mx is not None:

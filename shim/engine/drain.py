@@ -36,7 +36,9 @@ class Order:
 
 
 on_begin: list[Callable[[], None]] = []  # called when a drain begins, in its thread
-_orders: queue.SimpleQueue[Order] = queue.SimpleQueue()  # its `put` may be called in a signal's handler, even in itself
+_orders: queue.SimpleQueue[Order] = (
+    queue.SimpleQueue()
+)  # its `put` may be called in a signal's handler, even in itself
 _posting: set[int] = set()  # threads in do_POST: reading a body, in flight, or refusing
 _last_turn = threading.Event()  # of the generation loops that share a model
 _start_once = threading.Lock()
@@ -121,7 +123,9 @@ def _carry_out(order: Order) -> NoReturn:
         )
     order, hurried = _wait(order)
     if engine.rank and not hurried and not engine.stopping:
-        fatal.stop(fatal.EX_SOFTWARE, f"{order.why}, and rank 0 goes on, or has gone without a word")
+        fatal.stop(
+            fatal.EX_SOFTWARE, f"{order.why}, and rank 0 goes on, or has gone without a word"
+        )
     cut = engine.in_flight
     if cut:
         engine.fail_waiting(errors.shutting_down())
@@ -129,7 +133,9 @@ def _carry_out(order: Order) -> NoReturn:
     if not hurried:
         _stop_generation()
     finished = engine.counters["finished"] - finished
-    fatal.stop(order.status, f"{order.why}; in flight: {finished} finished, {cut} cut short", order.facts)
+    fatal.stop(
+        order.status, f"{order.why}; in flight: {finished} finished, {cut} cut short", order.facts
+    )
 
 
 def _wait(order: Order) -> tuple[Order, bool]:
@@ -146,7 +152,10 @@ def _wait(order: Order) -> tuple[Order, bool]:
                 continue
             return order, True
         if another.status == fatal.STOPPED:
-            order, echo = another, time.monotonic() + ECHO  # it was to be replaced, and now somebody wants it stopped
+            order, echo = (
+                another,
+                time.monotonic() + ECHO,
+            )  # it was to be replaced, and now somebody wants it stopped
     return order, False
 
 
@@ -164,7 +173,9 @@ class _Patience:
     def lasts(self) -> bool:
         now = time.monotonic()
         if engine.rank:
-            return now < self._deadline and self._moves(now)  # its part in the work of rank 0 is not seen here
+            return now < self._deadline and self._moves(
+                now
+            )  # its part in the work of rank 0 is not seen here
         if engine.in_flight:
             self._quiet = None
             return engine.up and now < self._deadline and self._moves(now)

@@ -24,7 +24,9 @@ EX_CONFIG = 78
 
 # Seconds from a death to the exit, whatever the traceback's printer, a full pipe or a hanging hook does meanwhile.
 REPORT_LIMIT = 0.8
-LET_IN = 0.2  # seconds for clients whose connection was accepted as the end began: they are told 503
+LET_IN = (
+    0.2  # seconds for clients whose connection was accepted as the end began: they are told 503
+)
 
 _notes: list[Callable[[int], None]] = []
 _first = threading.Lock()
@@ -49,7 +51,10 @@ def end(
     `tell` is what clients get, within MLX_SHIM_EXIT_GRACE. Where anything of this hangs, the thread that `prepare`
     started ends the process all the same.
     """
-    _take(status, f"fatal: {reason}; {engine.in_flight} in flight; up {engine.uptime:.1f} s; exit {status}")
+    _take(
+        status,
+        f"fatal: {reason}; {engine.in_flight} in flight; up {engine.uptime:.1f} s; exit {status}",
+    )
     deadline = time.monotonic() + settings.current.exit_grace
     _begun.set()  # before anything that may fail: from here on the end is certain
     facts = None

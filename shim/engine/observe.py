@@ -16,7 +16,9 @@ from . import anatomy, answering, facts, fatal, queues, trial, watchdog
 from .entries import Entry
 from .state import engine
 
-SERVED = 3  # answers of status 200 after which each fact that belongs to every request has been seen
+SERVED = (
+    3  # answers of status 200 after which each fact that belongs to every request has been seen
+)
 
 
 def install(server: Any, on_start: Callable[[], None]) -> None:
@@ -74,7 +76,9 @@ def _watch_starts(server: Any, on_start: Callable[[], None]) -> None:
 
     patch.try_wrap(server, "ResponseGenerator.generate", _generate)
     facts.watch("starts", lambda: patch.wrap(server, "ResponseGenerator.__init__", starts))
-    patch.try_wrap(server, "_run_http_server", serves if patch.try_wrap(server, "run", runs) else runs)
+    patch.try_wrap(
+        server, "_run_http_server", serves if patch.try_wrap(server, "run", runs) else runs
+    )
 
 
 def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -165,7 +169,11 @@ def _load_default(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _watch_loads(server: Any) -> None:
     """`_load` is called where there is something to load; releases before 0.31.3 have `load` alone."""
-    path = "ModelProvider._load" if verdicts.has(server, "ModelProvider._load") else "ModelProvider.load"
+    path = (
+        "ModelProvider._load"
+        if verdicts.has(server, "ModelProvider._load")
+        else "ModelProvider.load"
+    )
     patch.wrap(server, path, _load)
 
 
@@ -262,7 +270,9 @@ def _inserted(batch: Any, args: Any, kwargs: Any, uids: Any) -> None:
         return
     if entry is not None:
         entries_of(batch)[uids[0]] = engine.local.inserted = entry
-    if entry is not None or engine.rank:  # a rank beside 0 has no entries, and has to count the same batch
+    if (
+        entry is not None or engine.rank
+    ):  # a rank beside 0 has no entries, and has to count the same batch
         engine.batch = weakref.ref(batch)
 
 

@@ -59,7 +59,9 @@ class RequestQueue(queue.Queue[Any]):
         if self._is_asked():
             responses = _responses_in(item)
             if responses is not None:
-                for check in admissions if self.engine is engine else ():  # a trial has an engine of its own
+                for check in (
+                    admissions if self.engine is engine else ()
+                ):  # a trial has an engine of its own
                     check()
                 self._open(item, responses)
             elif self.engine is engine:
@@ -69,7 +71,11 @@ class RequestQueue(queue.Queue[Any]):
     def _is_asked(self) -> bool:
         """Whether this is a request: what a program puts here beside those is its own affair."""
         local = self.engine.local.__dict__
-        return bool(local.get("asking")) or local.get("handler") is not None or self.engine is not engine
+        return (
+            bool(local.get("asking"))
+            or local.get("handler") is not None
+            or self.engine is not engine
+        )
 
     def _open(self, item: Any, responses: queue.Queue[Any]) -> None:
         try:
@@ -114,7 +120,9 @@ class ResponseQueue(queue.Queue[Any]):
         self._token = token  # the class of a delivered token, known by the first
         self._looked = 0.0
         self.closed = False  # its request has failed, and the generation thread may not know it yet
-        entry.last = engine.clock  # from now on it waits for the engine; its handler may have downloaded a model before
+        entry.last = (
+            engine.clock
+        )  # from now on it waits for the engine; its handler may have downloaded a model before
         entry.queue = self
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
@@ -224,7 +232,9 @@ class ResponseQueue(queue.Queue[Any]):
             try:
                 check(entry)
             except (ShimError, ClientGone) as ended:
-                entry.outcome = entry.outcome or ("failed" if isinstance(ended, ShimError) else "abandoned")
+                entry.outcome = entry.outcome or (
+                    "failed" if isinstance(ended, ShimError) else "abandoned"
+                )
                 self._engine.stop(entry)
                 if entry.handler is None:
                     self._engine.close(entry)

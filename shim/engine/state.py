@@ -37,32 +37,46 @@ class Engine:
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.generator: Any = None
-        self.generators: list[weakref.ref[Any]] = []  # every generator: a program may make more than one
-        self.requests: queue.Queue[Any] | None = None  # from which the generation thread takes what it serves
+        self.generators: list[
+            weakref.ref[Any]
+        ] = []  # every generator: a program may make more than one
+        self.requests: queue.Queue[Any] | None = (
+            None  # from which the generation thread takes what it serves
+        )
         self.generating: threading.Thread | None = None  # the thread that took up a request last
         self.booting = False  # the default model, that of --model, is being loaded
         self.up = False  # the generation thread has begun to take requests: what was to be loaded at boot is loaded
         self.up_since = math.inf  # when, by time.monotonic
-        self.listening = False  # the server accepts connections; only told where a guard asks for it
-        self.draining = (
-            False  # nothing new is taken in: the process ends when those in flight are done, or their time is
+        self.listening = (
+            False  # the server accepts connections; only told where a guard asks for it
         )
+        self.draining = False  # nothing new is taken in: the process ends when those in flight are done, or their time is
         self.loading = 0  # > 0 while a model is being loaded, at boot or for a request
         self.hold: Hold | None = None  # why that waits, and until when
         self.single = False  # the generation thread serves one request alone, in the loop itself
         self.tokenizing = False  # the generation thread turns somebody's text into tokens
         self.inserting: Entry | None = None  # whose sequence goes into the batch next
-        self.batch: Callable[[], Any] = lambda: None  # the BatchGenerator of the requests, not kept alive by this
-        self.handling: Entry | None = None  # whose token the generation thread has just turned into text
+        self.batch: Callable[[], Any] = lambda: (
+            None
+        )  # the BatchGenerator of the requests, not kept alive by this
+        self.handling: Entry | None = (
+            None  # whose token the generation thread has just turned into text
+        )
         self.running = 0  # calls of the server's `run` under way
         self.runner: threading.Thread = threading.main_thread()  # who called it last
         self.run_error: BaseException | None = None  # what ended it
-        self.ending: ShimError | None = None  # what waiting clients are told, once the process is about to end
+        self.ending: ShimError | None = (
+            None  # what waiting clients are told, once the process is about to end
+        )
         self.stalled: str | None = None  # the verdict, while MLX_SHIM_ON_STALL=dump lets a stall be
         # While memory is short: what new requests are told, each by an error of its own.
         self.pressed: ShimError | None = None
-        self.memory: Usage | None = None  # as the watchdog last saw it; only where a guard has it look
-        self.left_out: set[str] = set()  # settings of limits that are hardly above what the model takes
+        self.memory: Usage | None = (
+            None  # as the watchdog last saw it; only where a guard has it look
+        )
+        self.left_out: set[str] = (
+            set()
+        )  # settings of limits that are hardly above what the model takes
         self.steps = 0  # of the batch, completed: each owes a token to every request in decode
         self.turns = 0  # of the generation loop, where it asks for the next request
         self.spent = 0  # tokens, of prompts computed and made, for requests that are closed
@@ -152,7 +166,11 @@ class Engine:
 
     @property
     def generation_thread(self) -> threading.Thread | None:
-        return anatomy.thread_of(self.generator) or anatomy.parts_of(self.generator).thread or self.generating
+        return (
+            anatomy.thread_of(self.generator)
+            or anatomy.parts_of(self.generator).thread
+            or self.generating
+        )
 
     @property
     def generation_is_over(self) -> bool:
@@ -236,7 +254,9 @@ class Engine:
         if requests is not None:
             with requests.mutex:
                 for index, item in enumerate(requests.queue):
-                    if isinstance(item, (tuple, list)) and any(part is entry.queue for part in item):
+                    if isinstance(item, (tuple, list)) and any(
+                        part is entry.queue for part in item
+                    ):
                         del requests.queue[index]
                         entry.phase = FINISHED
                         self.let_go(entry)

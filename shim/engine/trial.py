@@ -95,7 +95,9 @@ def copied(server: Any, thread: Any) -> type | None:
     def copy(function: Any) -> Any:
         plain = inspect.unwrap(function)
         scope = scopes.setdefault(id(plain.__globals__), _scope(plain.__globals__, thread))
-        made = types.FunctionType(plain.__code__, scope, plain.__name__, plain.__defaults__, plain.__closure__)
+        made = types.FunctionType(
+            plain.__code__, scope, plain.__name__, plain.__defaults__, plain.__closure__
+        )
         made.__kwdefaults__ = plain.__kwdefaults__
         return made
 
@@ -106,12 +108,16 @@ def copied(server: Any, thread: Any) -> type | None:
         elif isinstance(value, (staticmethod, classmethod)):
             body[name] = type(value)(copy(value.__func__))
         elif name not in ("__dict__", "__weakref__"):
-            body[name] = copy(value) if isinstance(inspect.unwrap(value), types.FunctionType) else value
+            body[name] = (
+                copy(value) if isinstance(inspect.unwrap(value), types.FunctionType) else value
+            )
     return type(_NAME, (), body)
 
 
 def _scope(stock: dict[str, Any], thread: Any) -> dict[str, Any]:
-    scope: dict[str, Any] = {name: _StandIn() if _is_foreign(value) else value for name, value in stock.items()}
+    scope: dict[str, Any] = {
+        name: _StandIn() if _is_foreign(value) else value for name, value in stock.items()
+    }
     for name, value in stock.items():
         if value is threading.Thread:
             scope[name] = thread
@@ -124,14 +130,22 @@ def _is_foreign(value: Any) -> bool:
     """Whether it is of mlx, of mlx_lm, or logging: none of them may be touched before a server starts."""
     if value is logging:
         return True
-    home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    home = (
+        value.__name__
+        if isinstance(value, types.ModuleType)
+        else getattr(value, "__module__", None)
+    )
     return isinstance(home, str) and home.split(".")[0] in ("mlx", "mlx_lm", "huggingface_hub")
 
 
 def _made(cls: type, provider: Any) -> Any:
     """An instance, with a stand-in for each argument that its __init__ must have; the first is the model's provider."""
     needed = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
-    required = [p for p in needed if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [
+        p
+        for p in needed
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     return cls(*[provider, *([_StandIn()] * (len(required) - 1))][: len(required)])
 
 
@@ -211,7 +225,9 @@ class Asked:
         threading.Thread(target=self._ask, args=(made.generate,), daemon=True).start()
 
     def _ask(self, generate: Any) -> None:
-        needed = [p for p in inspect.signature(generate).parameters.values() if p.default is p.empty]
+        needed = [
+            p for p in inspect.signature(generate).parameters.values() if p.default is p.empty
+        ]
         try:
             generate(*[_StandIn() for _ in needed])
         except Exception as error:

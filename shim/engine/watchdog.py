@@ -45,5 +45,6 @@ def _run() -> None:
             except Exception as error:
                 _checks.remove(check)
                 report.failed(
-                    check.__module__.rpartition(".")[2], f"its check failed and is off from now on: {error!r}"
+                    check.__module__.rpartition(".")[2],
+                    f"its check failed and is off from now on: {error!r}",
                 )

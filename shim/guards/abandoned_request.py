@@ -72,7 +72,9 @@ def _is_gone(connection: socket.socket) -> bool:
 def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """The first thing done for a request, in a try whose exception goes to that request alone."""
     request = patch.given(wrapped, args, kwargs, "request", 1)
-    entry = None if engine.distributed else engine.entry_of(request)  # other ranks would go on without us
+    entry = (
+        None if engine.distributed else engine.entry_of(request)
+    )  # other ranks would go on without us
     if entry is not None and entry.stopped:
         raise queues.Stopped
     return wrapped(*args, **kwargs)
@@ -89,4 +91,6 @@ def _stepped(batch: Any, args: Any, kwargs: Any, responses: Any) -> None:
         for sequence in batch._unprocessed_sequences:
             entry = entries.get(sequence[0])
             if entry is not None and entry.stopped:
-                responses[0].append(response(sequence[0], (0, 0), end_of_segment=False, end_of_prompt=False))
+                responses[0].append(
+                    response(sequence[0], (0, 0), end_of_segment=False, end_of_prompt=False)
+                )

@@ -21,7 +21,10 @@ from ..engine.state import engine
 UPSTREAM = "no issue known; mlx_lm/server.py handles KeyboardInterrupt alone"
 MODULE = "mlx_lm.server"
 
-_DEFAULTS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+_DEFAULTS: dict[int, Any] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
 
 
 LIVES_BY = {

@@ -51,7 +51,9 @@ def _check(param: str, name: Any, *always: str | None) -> None:
         return
     hub = param != "adapters"
     stands_for = model_names.identity(name, hub=hub)
-    if stands_for not in [model_names.identity(known, hub=hub) for known in allowed if known != model_names.DEFAULT]:
+    if stands_for not in [
+        model_names.identity(known, hub=hub) for known in allowed if known != model_names.DEFAULT
+    ]:
         told = f"{param} {model_names.shown(name)} is not among the models of this server"
         raise ShimError(404, "model_not_found", told, param=param)
 
@@ -60,4 +62,6 @@ def _scan_cache_dir(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """What stock lists at /v1/models, beside the model of the command line, which it adds."""
     found = wrapped(*args, **kwargs)
     known = (*settings.current.allowed_models, engine.model_name)
-    return types.SimpleNamespace(repos=frozenset(repo for repo in found.repos if repo.repo_id in known))
+    return types.SimpleNamespace(
+        repos=frozenset(repo for repo in found.repos if repo.repo_id in known)
+    )

@@ -55,7 +55,9 @@ def probe(server: Any) -> None:
         if provider.model_key == former:
             raise Retired("a load that fails leaves the loaded model") from None
     except Exception as error:
-        raise Incompatible(f"ModelProvider._load fails otherwise than expected: {error!r}") from error
+        raise Incompatible(
+            f"ModelProvider._load fails otherwise than expected: {error!r}"
+        ) from error
 
 
 def apply(server: Any) -> None:
@@ -83,14 +85,18 @@ class _Checking:
         ):
             if not isinstance(value, (str, os.PathLike)) and not (optional and value is None):
                 wanted = "a string or null" if optional else "a string"
-                raise errors.invalid(param, f"{param} must be {wanted}, not of type {type(value).__name__}")
+                raise errors.invalid(
+                    param, f"{param} must be {wanted}, not of type {type(value).__name__}"
+                )
         key = model_names.resolve(provider, named)
         if key is None or key == provider.model_key:
             return
         if key[0] is None:
             told = "the server was started without --model: the request has to name one"
             raise ShimError(404, "model_not_found", told, param="model")
-        if provider.model_key is None and key == model_names.default_key(provider, self.description):
+        if provider.model_key is None and key == model_names.default_key(
+            provider, self.description
+        ):
             return  # it is being loaded, or there is nothing to lose
         _check_files(provider, key)
 
@@ -127,14 +133,18 @@ def _restore(provider: Any, former: model_names.Key, error: BaseException) -> No
     _release(error)
     provider.model_key = None  # 0.32 fails with it set where only the processor cannot be made
     try:
-        provider._load(*former)  # with all that is wrapped around it: whoever watches loads sees this one
+        provider._load(
+            *former
+        )  # with all that is wrapped around it: whoever watches loads sees this one
     except Exception as again:
         _release(again)
         report.line(
             f"the model {model_names.shown(former[0])} could not be loaded again, no model is loaded: {again!r}"
         )
     else:
-        report.line(f"the model {model_names.shown(former[0])} is loaded again: what a request named could not be")
+        report.line(
+            f"the model {model_names.shown(former[0])} is loaded again: what a request named could not be"
+        )
 
 
 def _release(error: BaseException | None) -> None:

@@ -26,7 +26,10 @@ def probe(server: Any) -> None:
     require(server, "APIHandler.handle_models_request", "scan_cache_dir")
     out = io.BytesIO()
     handler = Anything(
-        wfile=out, path="/v1/models", created=0, response_generator=Anything(cli_args=Anything(model=None))
+        wfile=out,
+        path="/v1/models",
+        created=0,
+        response_generator=Anything(cli_args=Anything(model=None)),
     )
 
     def scan_cache_dir(*args: Any, **kwargs: Any) -> Any:

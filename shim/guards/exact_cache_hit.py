@@ -23,16 +23,24 @@ _PROBE = [1, 2, 3]
 def probe(cache: Any) -> None:
     """Fetch what was just inserted."""
     require(
-        cache, "LRUPromptCache.fetch_nearest_cache(model, tokens)", "LRUPromptCache.insert_cache", "KVCache", "mx.zeros"
+        cache,
+        "LRUPromptCache.fetch_nearest_cache(model, tokens)",
+        "LRUPromptCache.insert_cache",
+        "KVCache",
+        "mx.zeros",
     )
     layer = cache.KVCache()
     token = cache.mx.zeros((1, 1, len(_PROBE), 1))
     layer.update_and_fetch(token, token)
     entries = cache.LRUPromptCache()
-    inspect.unwrap(cache.LRUPromptCache.insert_cache)(entries, "model", [*_PROBE], [layer])  # evaluates nothing
+    inspect.unwrap(cache.LRUPromptCache.insert_cache)(
+        entries, "model", [*_PROBE], [layer]
+    )  # evaluates nothing
     found = entries.fetch_nearest_cache("model", [*_PROBE])
     if not isinstance(found, tuple) or len(found) != 2:  # noqa: PLR2004
-        raise Incompatible("LRUPromptCache.fetch_nearest_cache does not return a cache and the rest of the tokens")
+        raise Incompatible(
+            "LRUPromptCache.fetch_nearest_cache does not return a cache and the rest of the tokens"
+        )
     if len(found[1]):
         raise Retired(f"an exact hit leaves {len(found[1])} of {len(_PROBE)} tokens to compute")
 
@@ -58,6 +66,10 @@ def _nearest_but_one(fetch: Any, model: Any, tokens: Any) -> Any:
     cached = len(tokens) - 1 - len(rest)
     # A cache trimmed to nothing is not what a fresh one is. And beside a draft model stock stores caches that are a token
     # short of their keys; where stock answered with an error, a wrong answer would be worse than a slow one.
-    if found is None or cached == 0 or any(getattr(layer, "offset", 0) not in (0, cached) for layer in found):
+    if (
+        found is None
+        or cached == 0
+        or any(getattr(layer, "offset", 0) not in (0, cached) for layer in found)
+    ):
         return None, tokens
     return found, tokens[cached:]

@@ -34,10 +34,10 @@ LIVES_BY = {
 EVERY = 1.0  # seconds between two looks
 MARGIN = 1.05  # times what the process has with its model up: a limit below that leaves nothing to serve with
 RELEASE = 0.95  # of soft, below which new requests are let in again
-GIVE_BACK = (
-    5.0  # seconds after which malloc is asked again, in vain so far: with many holes in its heap it takes a millisecond
+GIVE_BACK = 5.0  # seconds after which malloc is asked again, in vain so far: with many holes in its heap it takes a millisecond
+CALM = (
+    60.0  # seconds below that after which an episode above soft is over: each trim ends right there
 )
-CALM = 60.0  # seconds below that after which an episode above soft is over: each trim ends right there
 # Seconds until the process is replaced: above soft with nobody served, or above hard with nobody left to end; and above
 # hard with one whose end waits for a step of the engine.
 GRACE, STEP_GRACE = 10.0, 60.0
@@ -81,7 +81,9 @@ class _Guard:
         self._helped = False  # whether that was enough to be below soft
         self._begun = False
         self._above = False  # soft, when it last looked
-        self._last_above: float | None = None  # while an episode lasts, which is a line at its begin and one at its end
+        self._last_above: float | None = (
+            None  # while an episode lasts, which is a line at its begin and one at its end
+        )
         self._relieved = False  # whether a trim since then was enough
         self._excess = 0  # bytes the generation thread is asked to let go of
         self._hard_since: float | None = None  # or since the last request was ended for it
@@ -110,10 +112,18 @@ class _Guard:
 
     def _usage(self, now: float) -> Usage:
         usage = memory.usage(self._mx)
-        if not self.soft or usage.counted < self.soft or usage.footprint <= usage.active + usage.pool:
+        if (
+            not self.soft
+            or usage.counted < self.soft
+            or usage.footprint <= usage.active + usage.pool
+        ):
             return usage
         # Malloc alone may be what keeps it. Where that was not so a moment ago, and nobody is to be ended, it can wait.
-        if self._helped or now - self._gave_back >= GIVE_BACK or (self.hard and usage.counted >= self.hard):
+        if (
+            self._helped
+            or now - self._gave_back >= GIVE_BACK
+            or (self.hard and usage.counted >= self.hard)
+        ):
             self._gave_back = now
             memory.give_back()
             usage = memory.usage(self._mx)
@@ -122,7 +132,9 @@ class _Guard:
 
     def _begin(self) -> None:
         """With its model up. A limit below that would turn everybody away, or have the process replaced for ever."""
-        usage = memory.at_rest(self._mx)  # what a load leaves in the pool and in malloc is not needed to serve
+        usage = memory.at_rest(
+            self._mx
+        )  # what a load leaves in the pool and in malloc is not needed to serve
         for name in ("soft", "hard"):
             limit = getattr(self, name)
             if limit and usage.counted * MARGIN >= limit:
@@ -146,7 +158,9 @@ class _Guard:
         if (full or critical) and self._above and not relieved and not short:
             report.line(f"memory: {_told(usage)}, {limit}: new requests are 503 until it is less")
             engine.pressed = memory_pressure()
-        elif short and not (full or critical) and (low or _is_idle()):  # idle, nothing more is to be expected
+        elif (
+            short and not (full or critical) and (low or _is_idle())
+        ):  # idle, nothing more is to be expected
             report.line(f"memory: {_told(usage)}: new requests are let in again")
             engine.pressed = None
         self._above = full or critical
@@ -154,7 +168,9 @@ class _Guard:
         stuck = full and short and _is_idle() and not above_hard
         self._stuck_since = (self._stuck_since or now) if stuck else None
         if self._stuck_since is not None and now - self._stuck_since >= GRACE:
-            self._replace(f"memory: {_told(usage)} with nobody served, soft is {shown(self.soft)}", usage)
+            self._replace(
+                f"memory: {_told(usage)} with nobody served, soft is {shown(self.soft)}", usage
+            )
 
     def _tell_episode(self, usage: Usage, now: float, limit: str | None, *, low: bool) -> None:
         """A line where it begins, and one where it is over."""
@@ -174,11 +190,17 @@ class _Guard:
             return
         if self._hard_since is None:
             self._hard_since = now
-            report.line(f"memory: {_told(usage)}, hard is {shown(self.hard)}: new requests are 503 until it is less")
+            report.line(
+                f"memory: {_told(usage)}, hard is {shown(self.hard)}: new requests are 503 until it is less"
+            )
             engine.pressed = engine.pressed or memory_pressure()
             return  # the next look is after a trim, for which the engine was asked just now
-        waiting = self._ended is not None and self._is_held(self._ended)  # what it has cannot be free yet
-        if self._ended is not None and not waiting:  # what it had may lie in MLX's pool: a trim was asked for just now
+        waiting = self._ended is not None and self._is_held(
+            self._ended
+        )  # what it has cannot be free yet
+        if (
+            self._ended is not None and not waiting
+        ):  # what it had may lie in MLX's pool: a trim was asked for just now
             self._ended, self._hard_since = None, now
             return
         victim = None if waiting else self._largest()
@@ -194,7 +216,9 @@ class _Guard:
             drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, facts))
 
     def _end(self, victim: Entry, usage: Usage, now: float) -> None:
-        report.line(f"memory: still above hard, request {victim.id} ({victim.length} tokens) is ended")
+        report.line(
+            f"memory: still above hard, request {victim.id} ({victim.length} tokens) is ended"
+        )
         self._ended, self._hard_since = victim, now
         if victim.queue is not None:
             victim.queue.fail(self._verdict(victim, usage))
@@ -202,9 +226,14 @@ class _Guard:
 
     def _verdict(self, victim: Entry, usage: Usage) -> ShimError:
         """What it is told. One that crosses hard by itself would do so again: it is not told to come back."""
-        if victim.phase == QUEUED:  # it has taken nothing yet: a model that is being loaded has, or somebody else
+        if (
+            victim.phase == QUEUED
+        ):  # it has taken nothing yet: a model that is being loaded has, or somebody else
             return memory_pressure()
-        if any(entry is not victim and entry.phase not in (QUEUED, FINISHED) for entry in engine.known()):
+        if any(
+            entry is not victim and entry.phase not in (QUEUED, FINISHED)
+            for entry in engine.known()
+        ):
             return memory_pressure()
         try:
             requests = usage.active + usage.pool - weights.size(engine.provider, self._mx.array)
@@ -213,7 +242,9 @@ class _Guard:
             report.once(f"memory: what a request takes cannot be told: {error!r}")
             return memory_pressure()
         if usage.counted - cached < self.hard or usage.counted - requests >= self.hard:
-            return memory_pressure()  # it is the prompt cache that is above, or what is no request's
+            return (
+                memory_pressure()
+            )  # it is the prompt cache that is above, or what is no request's
         return ShimError(
             400, "context_length_exceeded",
             f"there is not enough memory for the {victim.length} tokens of this request by itself (MLX_SHIM_MEMORY_HARD)",
@@ -222,7 +253,9 @@ class _Guard:
     @staticmethod
     def _is_held(entry: Entry) -> bool:
         """Whether the generation thread still has it."""
-        return entry.phase != FINISHED and (entry.id in engine.entries or entry.id in engine.leaving)
+        return entry.phase != FINISHED and (
+            entry.id in engine.entries or entry.id in engine.leaving
+        )
 
     @staticmethod
     def _largest() -> Entry | None:

@@ -43,7 +43,9 @@ def _rearm() -> None:
     deadline = settings.current.gil_deadline
     if _foreign:
         return
-    if engine.stopping and not engine.draining:  # a drain ends by itself, unless the interpreter stands still
+    if (
+        engine.stopping and not engine.draining
+    ):  # a drain ends by itself, unless the interpreter stands still
         if _armed_at:
             _armed_at = 0.0
             _call(faulthandler.cancel_dump_traceback_later)
@@ -67,7 +69,9 @@ def _somebody_arms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     global _foreign
     if _ours != threading.get_ident() and not _foreign:
         _foreign = True
-        report.line("the program uses faulthandler.dump_traceback_later itself: MLX_SHIM_GIL_DEADLINE is not watched")
+        report.line(
+            "the program uses faulthandler.dump_traceback_later itself: MLX_SHIM_GIL_DEADLINE is not watched"
+        )
     return wrapped(*args, **kwargs)
 
 
@@ -75,5 +79,7 @@ def _somebody_cancels(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     global _foreign
     if _ours != threading.get_ident() and _foreign:
         _foreign = False
-        report.line("the program has given faulthandler's timer back: MLX_SHIM_GIL_DEADLINE is watched again")
+        report.line(
+            "the program has given faulthandler's timer back: MLX_SHIM_GIL_DEADLINE is watched again"
+        )
     return wrapped(*args, **kwargs)

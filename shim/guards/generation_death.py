@@ -44,10 +44,14 @@ def probe(server: Any) -> str:
             told.append("loop")
             return None
 
-    died = trial.deaths(server, lambda copy: _wrap_loops(copy, looping), lambda _: told.append("hook"))
+    died = trial.deaths(
+        server, lambda copy: _wrap_loops(copy, looping), lambda _: told.append("hook")
+    )
     if told or not died:
         return ""
-    return "in a trial only the watchdog saw the death: it is told within a second, without its reason"
+    return (
+        "in a trial only the watchdog saw the death: it is told within a second, without its reason"
+    )
 
 
 def apply(server: Any) -> None:
@@ -136,12 +140,19 @@ def _look() -> None:
 
 
 def _die(error: BaseException | None, show: Any = None) -> NoReturn:
-    what = "its loop returned" if error is None else f"{type(error).__name__}: {report.one_line(error)}"
+    what = (
+        "its loop returned"
+        if error is None
+        else f"{type(error).__name__}: {report.one_line(error)}"
+    )
     if engine.draining and engine.rank:  # all were asked to stop, and rank 0 has gone first
         fatal.stop(fatal.STOPPED, f"rank {engine.rank} has nobody left to work with: {what}")
     never_up = engine.booting or (not facts.has("boot") and facts.has("turns") and not engine.up)
     if never_up:
-        status, reason = fatal.EX_CONFIG, f"the model {engine.model_name} could not be loaded: {what}"
+        status, reason = (
+            fatal.EX_CONFIG,
+            f"the model {engine.model_name} could not be loaded: {what}",
+        )
     else:
         status, reason = fatal.EX_SOFTWARE, f"the generation thread died: {what}"
     if show is None and error is not None:
@@ -156,7 +167,9 @@ def _show(error: BaseException) -> None:
         return
     try:
         threading.excepthook(
-            threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
+            threading.ExceptHookArgs(
+                (type(error), error, error.__traceback__, threading.current_thread())
+            )
         )
     except BaseException as broken:
         report.line(f"threading.excepthook itself failed: {broken!r}")

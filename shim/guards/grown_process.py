@@ -22,7 +22,10 @@ from ..engine.state import engine
 UPSTREAM = "mlx-lm 854, 1480, 1845 and others, each a way to grow"
 MODULE = "mlx_lm.server"
 SETTINGS = ("recycle_requests", "recycle_tokens", "recycle_age", "recycle_memory")
-LIVES_BY = {"turns": facts.NEEDED, "deliveries": "requests and tokens are not counted, nor seen to be in flight"}
+LIVES_BY = {
+    "turns": facts.NEEDED,
+    "deliveries": "requests and tokens are not counted, nor seen to be in flight",
+}
 
 EVERY = 1.0  # seconds between two looks
 JITTER = 0.1
@@ -69,7 +72,9 @@ def drawn(current: settings.Settings, factor: float) -> list[Limit]:
 
 
 def _tokens() -> int:
-    return engine.spent + sum(entry.processed + entry.tokens for entry in list(engine.entries.values()))
+    return engine.spent + sum(
+        entry.processed + entry.tokens for entry in list(engine.entries.values())
+    )
 
 
 class _Recycling:
@@ -113,7 +118,9 @@ class _Recycling:
         self._at_start = memory.at_rest(self._mx).footprint
         for limit in list(self._limits):
             if limit.read is footprint and self._at_start >= limit.value:
-                self._limits.remove(limit)  # else it would be started again and again, and never serve
+                self._limits.remove(
+                    limit
+                )  # else it would be started again and again, and never serve
                 report.line(
                     f"{limit.setting} is left out: with its model up the process has {limit.show(self._at_start)} already"
                 )
@@ -125,7 +132,9 @@ class _Recycling:
             f"its footprint was {shown(before)} with the model up and is {shown(after) if after else 'not known'}"
         )
         grown = {"footprint_model_up": before, "footprint": after, "limit": limit.setting}
-        facts = (fatal.gathered(why) or {}) | {"recycled": grown | {"value": limit.value, "figure": figure}}
+        facts = (fatal.gathered(why) or {}) | {
+            "recycled": grown | {"value": limit.value, "figure": figure}
+        }
         drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, facts))
 
 

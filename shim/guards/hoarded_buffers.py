@@ -38,5 +38,8 @@ def apply(server: Any) -> None:
 
 def _wanted() -> dict[str, int]:
     """Bytes, by the function of mlx.core that takes them; 0 is a limit as well."""
-    limits = {"set_memory_limit": settings.current.memory_limit, "set_cache_limit": settings.current.cache_limit}
+    limits = {
+        "set_memory_limit": settings.current.memory_limit,
+        "set_cache_limit": settings.current.cache_limit,
+    }
     return {name: size for name, size in limits.items() if size is not None}

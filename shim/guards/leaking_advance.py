@@ -23,7 +23,13 @@ _PROBES = 8  # calls of advance
 
 def probe(cache: Any) -> None:
     """A few advances on a fresh cache, and whether active memory grew. Nothing is evaluated for it."""
-    require(cache, "ArraysCache.advance", "ArraysCache.filter", "ArraysCache.extend", "mx.get_active_memory")
+    require(
+        cache,
+        "ArraysCache.advance",
+        "ArraysCache.filter",
+        "ArraysCache.extend",
+        "mx.get_active_memory",
+    )
     if any(field in vars(cache.ArraysCache) for field in FIELDS):
         raise Incompatible("ArraysCache already has a class attribute left_padding or lengths")
     fresh = cache.ArraysCache(1, left_padding=[0])
@@ -36,7 +42,9 @@ def probe(cache: Any) -> None:
     if grown == 0:
         raise Retired(f"{_PROBES} calls of advance hold no memory")
     if grown < _PROBES:
-        raise Incompatible(f"active memory changed by {grown} bytes in {_PROBES} calls of advance: that tells nothing")
+        raise Incompatible(
+            f"active memory changed by {grown} bytes in {_PROBES} calls of advance: that tells nothing"
+        )
 
 
 def apply(cache: Any) -> None:

@@ -22,7 +22,11 @@ _PROBES = 8  # updates
 def probe(cache: Any) -> None:
     """A few updates on a fresh cache: whether `offset` still holds the memory of those before. Nothing is evaluated."""
     require(
-        cache, "BatchKVCache.update_and_fetch", "BatchKVCache.filter", "BatchKVCache.extend", "mx.get_active_memory"
+        cache,
+        "BatchKVCache.update_and_fetch",
+        "BatchKVCache.filter",
+        "BatchKVCache.extend",
+        "mx.get_active_memory",
     )
     if "offset" in vars(cache.BatchKVCache):
         raise Incompatible("BatchKVCache already has a class attribute offset")

@@ -34,7 +34,9 @@ def probe(server: Any) -> None:
     try:
         model_switch.run(server, entries)
     except Exception as error:
-        raise Incompatible(f"ResponseGenerator._generate switches models otherwise than expected: {error!r}") from error
+        raise Incompatible(
+            f"ResponseGenerator._generate switches models otherwise than expected: {error!r}"
+        ) from error
     if not len(entries):
         raise Retired("the entries of a model go with it")
 

@@ -24,13 +24,21 @@ def probe(generate: Any) -> None:
         "GenerationBatch.filter",
     )  # fmt: skip
     batch = generate.PromptProcessingBatch.empty(None, None)
-    batch.extend(generate.PromptProcessingBatch(None, [0], [[]], tokens=[[1]], samplers=[None], logits_processors=[[]]))
+    batch.extend(
+        generate.PromptProcessingBatch(
+            None, [0], [[]], tokens=[[1]], samplers=[None], logits_processors=[[]]
+        )
+    )
     if None not in batch.logits_processors:
         raise Retired(f"a request without logits processors has {batch.logits_processors}")
 
 
 def apply(generate: Any) -> None:
-    for name in ("PromptProcessingBatch.extend", "GenerationBatch.extend", "GenerationBatch.filter"):
+    for name in (
+        "PromptProcessingBatch.extend",
+        "GenerationBatch.extend",
+        "GenerationBatch.filter",
+    ):
         patch.wrap(generate, name, _change)
 
 

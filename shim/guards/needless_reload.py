@@ -25,7 +25,9 @@ def probe(server: Any) -> None:
         "ModelProvider.load(model_path, adapter_path, draft_model_path)",
         "ModelProvider._load(model_path, adapter_path, draft_model_path)",
     )  # fmt: skip
-    here, there = (server.ModelDescription(model=name, draft=None, adapter=None) for name in ("/", "/."))
+    here, there = (
+        server.ModelDescription(model=name, draft=None, adapter=None) for name in ("/", "/.")
+    )
     if here == there:
         raise Retired("names of one folder are equal")
 
@@ -40,7 +42,9 @@ def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     key = model_names.key_of(args, kwargs)
     _note(instance, key)
     result = wrapped(*args, **kwargs)
-    if any(isinstance(name, str) for name in instance._shim_loaded[1]):  # it has been downloaded meanwhile
+    if any(
+        isinstance(name, str) for name in instance._shim_loaded[1]
+    ):  # it has been downloaded meanwhile
         _note(instance, key)
     return result
 
@@ -78,20 +82,30 @@ class _Naming:
             return named
         target = self.known_as(provider, key, default)
         if target == default:
-            spelled = self.description(model=model_names.DEFAULT, draft=model_names.DEFAULT, adapter=None)
+            spelled = self.description(
+                model=model_names.DEFAULT, draft=model_names.DEFAULT, adapter=None
+            )
         else:
             spelled = self.description(model=target[0], draft=target[2], adapter=target[1])
         return spelled if model_names.resolve(provider, spelled) == target else named
 
-    def known_as(self, provider: Any, key: model_names.Key, default: model_names.Key | None) -> model_names.Key:
+    def known_as(
+        self, provider: Any, key: model_names.Key, default: model_names.Key | None
+    ) -> model_names.Key:
         """`key`, or what is loaded, or the default, where that names the same."""
-        noted: tuple[model_names.Key, model_names.Key] | None = getattr(provider, "_shim_loaded", None)
+        noted: tuple[model_names.Key, model_names.Key] | None = getattr(
+            provider, "_shim_loaded", None
+        )
         loaded = noted and noted[0]
         if key in (loaded, default):
             return key
         stands_for = model_names.identities(key)
         if noted and stands_for == noted[1]:
             return noted[0]
-        if default is not None and default != loaded and stands_for == model_names.identities(default):
+        if (
+            default is not None
+            and default != loaded
+            and stands_for == model_names.identities(default)
+        ):
             return default
         return key

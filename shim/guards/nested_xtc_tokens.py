@@ -36,5 +36,7 @@ def apply(server: Any) -> None:
 def _make_sampler(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     tokens = kwargs.get("xtc_special_tokens")
     if tokens is not None:
-        kwargs["xtc_special_tokens"] = [t for item in tokens for t in (item if isinstance(item, list) else [item])]
+        kwargs["xtc_special_tokens"] = [
+            t for item in tokens for t in (item if isinstance(item, list) else [item])
+        ]
     return wrapped(*args, **kwargs)

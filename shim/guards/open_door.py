@@ -35,7 +35,9 @@ def probe(server: Any) -> None:
 
 
 def apply(server: Any) -> None:
-    key = secrets.token_bytes()  # nobody has it: should a server start in spite of what is raised below, it is closed
+    key = (
+        secrets.token_bytes()
+    )  # nobody has it: should a server start in spite of what is raised below, it is closed
     try:
         key = read_key(settings.current.api_key_file)
     finally:

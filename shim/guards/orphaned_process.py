@@ -37,11 +37,19 @@ def apply(server: Any) -> None:
 
 def _check() -> None:
     """Called by the watchdog. Python has printed by then what ended main."""
-    if engine.running or not _caller_is_over() or not any(_is_left(generator) for generator in engine.living()):
+    if (
+        engine.running
+        or not _caller_is_over()
+        or not any(_is_left(generator) for generator in engine.living())
+    ):
         return
     error = engine.run_error
-    if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in (None, 0)):
-        fatal.end(fatal.STOPPED, "asked to end before the server could stop by itself")  # by Ctrl-C, or its own handler
+    if isinstance(error, KeyboardInterrupt) or (
+        isinstance(error, SystemExit) and error.code in (None, 0)
+    ):
+        fatal.end(
+            fatal.STOPPED, "asked to end before the server could stop by itself"
+        )  # by Ctrl-C, or its own handler
     what = f": {type(error).__name__}: {report.one_line(error)}" if error is not None else ""
     if error is not None and _could_not_listen(error):
         fatal.end(fatal.EX_OSERR, f"could not listen{what}")

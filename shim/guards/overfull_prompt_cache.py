@@ -34,10 +34,14 @@ def probe(server: Any) -> None:
     line = SimpleNamespace(prompt_cache_size=10, prompt_cache_bytes=1)
 
     def generator(*args: Any, **named: Any) -> Anything:
-        made.extend(thing for thing in (*args, *named.values()) if isinstance(thing, server.LRUPromptCache))
+        made.extend(
+            thing for thing in (*args, *named.values()) if isinstance(thing, server.LRUPromptCache)
+        )
         return Anything()
 
-    start = dry_run.of(server.run, ResponseGenerator=generator, _run_http_server=Anything(), mx=Anything())
+    start = dry_run.of(
+        server.run, ResponseGenerator=generator, _run_http_server=Anything(), mx=Anything()
+    )
     start("127.0.0.1", 0, SimpleNamespace(cli_args=line))
     if not made:
         raise Incompatible("run gives its ResponseGenerator no LRUPromptCache")
@@ -58,7 +62,9 @@ def _insert(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     args, kwargs = insert_arguments.take_over(args, kwargs)
     # Inserted, one that does not fit would push out all others before itself.
-    result = wrapped(*args, **kwargs) if _fits(insert_arguments.entry_of(args, kwargs), room) else None
+    result = (
+        wrapped(*args, **kwargs) if _fits(insert_arguments.entry_of(args, kwargs), room) else None
+    )
     _trim(instance, room)
     return result
 
@@ -96,7 +102,9 @@ def _fits(entry: Any, room: int) -> bool:
         report.debug(f"an entry of the prompt cache cannot be counted: {error!r}")
         return True
     if size > engine.arguments.prompt_cache_bytes:
-        report.once("the cache of a request is larger than --prompt-cache-bytes: no such cache is kept")
+        report.once(
+            "the cache of a request is larger than --prompt-cache-bytes: no such cache is kept"
+        )
     return bool(size <= room)
 
 

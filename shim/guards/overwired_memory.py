@@ -38,7 +38,11 @@ def apply(server: Any) -> None:
 
 
 def _views() -> list[str]:
-    return [site for site in SITES if isinstance(getattr(importlib.import_module(site), "mx", None), _View)]
+    return [
+        site
+        for site in SITES
+        if isinstance(getattr(importlib.import_module(site), "mx", None), _View)
+    ]
 
 
 class _View:
@@ -59,9 +63,15 @@ class _View:
     def set_wired_limit(self, limit: int) -> int:
         """As mx.set_wired_limit, of no more than MLX_SHIM_WIRED allows: bytes, the earlier limit."""
         policy = settings.current.wired
-        allowed = limit if policy is None else min(limit, policy.most(_weight(self._mx), memory.total() or 0))
+        allowed = (
+            limit
+            if policy is None
+            else min(limit, policy.most(_weight(self._mx), memory.total() or 0))
+        )
         if allowed < limit:
-            report.once(f"mlx_lm may wire {memory.shown(allowed)} rather than {memory.shown(limit)} (MLX_SHIM_WIRED)")
+            report.once(
+                f"mlx_lm may wire {memory.shown(allowed)} rather than {memory.shown(limit)} (MLX_SHIM_WIRED)"
+            )
         before: int = self._mx.set_wired_limit(allowed)
         return before
 

@@ -19,7 +19,9 @@ MODULE = "mlx_lm.models.cache"
 
 
 def probe(cache: Any) -> None:
-    require(cache, "LRUPromptCache.insert_cache(model, tokens, prompt_cache)", "mx.take", "tree_map")
+    require(
+        cache, "LRUPromptCache.insert_cache(model, tokens, prompt_cache)", "mx.take", "tree_map"
+    )
 
 
 def apply(cache: Any) -> None:

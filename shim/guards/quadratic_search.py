@@ -39,7 +39,9 @@ def probe(cache: Any) -> None:
     stock = _seconds(lambda: deep.search("model", [0, -1]), 2)
     own = _seconds(lambda: search(deep, "model", [0, -1]), 8)
     if stock <= _RATIO * own:
-        raise Retired(f"a search over {_DEPTH} tokens takes {stock / own:.1f} times what a linear one takes")
+        raise Retired(
+            f"a search over {_DEPTH} tokens takes {stock / own:.1f} times what a linear one takes"
+        )
     trie = cache.PromptTrie()
     for entry in _ENTRIES:
         trie.add("model", entry, entry)
@@ -47,7 +49,9 @@ def probe(cache: Any) -> None:
             for prompt in _PROMPTS:
                 theirs, ours = trie.search(model, prompt), search(trie, model, prompt)
                 if any(getattr(theirs, field) != getattr(ours, field) for field in _FIELDS):
-                    raise Incompatible(f"PromptTrie.search finds {theirs} where {ours} was expected")
+                    raise Incompatible(
+                        f"PromptTrie.search finds {theirs} where {ours} was expected"
+                    )
 
 
 def apply(cache: Any) -> None:
@@ -86,7 +90,9 @@ def searching(result: Any) -> Callable[[Any, Any, Any], Any]:
             index += 1
         if last == len(tokens) - 1 >= 0:
             return result(model, tokens, None, None, 0)
-        shorter = tokens[: last + 1] if last > 0 else None  # stock passes over a prefix of one token
+        shorter = (
+            tokens[: last + 1] if last > 0 else None
+        )  # stock passes over a prefix of one token
         extra = _shortest(node) if index > 0 else None
         longer = None if extra is None else tokens[:index] + extra
         return result(model, None, shorter, longer, index)
@@ -98,7 +104,9 @@ def _shortest(root: Any) -> list[Any] | None:
     """The way down from `root` to the nearest entry; of equally near ones the first that stock's order comes upon."""
     best: list[Any] | None = None
     path: list[Any] = []
-    forks = [(root, 0, None)]  # a node yet to be visited, how deep it is, and the token that leads to it
+    forks = [
+        (root, 0, None)
+    ]  # a node yet to be visited, how deep it is, and the token that leads to it
     while forks:
         node, depth, token = forks.pop()
         if depth:

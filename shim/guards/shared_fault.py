@@ -51,7 +51,11 @@ def apply(server: Any) -> None:
     patch.wrap(server, "_format_top_logprobs", _format_top_logprobs)
     patch.wrap(generate, "PromptProcessingBatch.extract_cache", _extract_cache)
     patch.wrap(generate, "GenerationBatch.extract_cache", _extract_cache)
-    patch.wrap(server, "LRUPromptCache.insert_cache", _Keeping(_home(server.LRUPromptCache).can_trim_prompt_cache))
+    patch.wrap(
+        server,
+        "LRUPromptCache.insert_cache",
+        _Keeping(_home(server.LRUPromptCache).can_trim_prompt_cache),
+    )
 
 
 def _home(thing: Any) -> Any:

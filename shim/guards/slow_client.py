@@ -47,7 +47,9 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     except _TooSlow:
         limit = f"{settings.current.read_timeout:g} s"
-        answers.refuse(instance, ShimError(408, "request_timeout", f"the body was not sent within {limit}"))
+        answers.refuse(
+            instance, ShimError(408, "request_timeout", f"the body was not sent within {limit}")
+        )
         return None
 
 

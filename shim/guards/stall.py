@@ -49,7 +49,9 @@ def probe(server: Any) -> None:
         entry, its_engine = tried
         its_engine.clock += (settings.current.decode_stall or settings.current.prefill_stall) + 1
         if _judge(entry, [entry], its_engine) is None:
-            raise Incompatible("in a trial a request that got a token and then nothing was not seen")
+            raise Incompatible(
+                "in a trial a request that got a token and then nothing was not seen"
+            )
 
 
 def apply(server: Any) -> None:
@@ -65,9 +67,13 @@ def _check() -> None:
     if not facts.has("batch"):
         _let_go_of_others(now)
     # A request whose client has left counts until the engine lets go of it: it may be what the engine is stuck in.
-    entries = [entry for entry in engine.known() if entry.queue is not None and entry.phase != FINISHED]
+    entries = [
+        entry for entry in engine.known() if entry.queue is not None and entry.phase != FINISHED
+    ]
     _note_pause(entries, now)
-    verdicts = {entry.id: (entry, why) for entry in entries if (why := _judge(entry, entries, engine))}
+    verdicts = {
+        entry.id: (entry, why) for entry in entries if (why := _judge(entry, entries, engine))
+    }
     for number in [n for n in _suspects if n not in verdicts]:
         del _suspects[number]
     for number, (entry, why) in verdicts.items():
@@ -90,7 +96,9 @@ def _note_pause(entries: list[Entry], now: float) -> None:
     """With the batch full of requests in decode, stock prefills nobody: that is waiting, not stalling."""
     global _paused
     arguments = engine.arguments
-    width = max(getattr(arguments, "decode_concurrency", 32), getattr(arguments, "prompt_concurrency", 8))
+    width = max(
+        getattr(arguments, "decode_concurrency", 32), getattr(arguments, "prompt_concurrency", 8)
+    )
     if sum(entry.phase == DECODE for entry in entries) >= width:
         _paused = now
 
@@ -145,10 +153,17 @@ def _check_answers(now: float) -> None:
     if frame is None or frame is not _Standing.frame or frame.f_lasti != _Standing.instruction:
         _Standing.frame, _Standing.since = frame, now
         _Standing.instruction = frame.f_lasti if frame is not None else 0
-    waiting = [answer for answer in list(engine.answers.values()) if answer is not None and not answer.writing]
+    waiting = [
+        answer
+        for answer in list(engine.answers.values())
+        if answer is not None and not answer.writing
+    ]
     silent = bool(waiting) and all(now - answer.silent_since >= limit for answer in waiting)
     if limit and silent and now - _Standing.since >= limit:
-        _stalled("answers", f"no byte of {len(waiting)} answers and no move of the generation thread for {limit:.0f} s")
+        _stalled(
+            "answers",
+            f"no byte of {len(waiting)} answers and no move of the generation thread for {limit:.0f} s",
+        )
     elif engine.stalled is not None and not silent:
         report.line("answers have resumed")
         engine.stalled = None

@@ -50,9 +50,15 @@ class _Guard:
     def __init__(self, mx: Any) -> None:
         self._mx = mx
         self._cost: kv_cost.Cost | None = None
-        self._fixed = math.inf  # bytes: the least there was with this model beside the caches of requests
-        self._weights: int | None = None  # bytes: it cannot be less, though caches that share arrays are counted twice
-        self._overhead: int | None = None  # bytes of the process beside MLX's, once it has generated something
+        self._fixed = (
+            math.inf
+        )  # bytes: the least there was with this model beside the caches of requests
+        self._weights: int | None = (
+            None  # bytes: it cannot be less, though caches that share arrays are counted twice
+        )
+        self._overhead: int | None = (
+            None  # bytes of the process beside MLX's, once it has generated something
+        )
 
     def forget(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         self._cost, self._fixed, self._weights = None, math.inf, None
@@ -87,11 +93,17 @@ class _Guard:
         return result
 
     def _admit(self, cost: kv_cost.Cost, tokens: int) -> None:
-        hard, cached, batch = settings.current.memory_hard, engine.prompt_cache.nbytes, engine.batch()
+        hard, cached, batch = (
+            settings.current.memory_hard,
+            engine.prompt_cache.nbytes,
+            engine.batch(),
+        )
         running = batch.prompt_cache_nbytes if batch is not None else 0
         if self._weights is None:
             self._weights = weights.size(engine.provider, self._mx.array)
-        now = max(self._weights, self._mx.get_active_memory() - cached - running) + (self._overhead or 0)
+        now = max(self._weights, self._mx.get_active_memory() - cached - running) + (
+            self._overhead or 0
+        )
         self._fixed = min(self._fixed, now)
         if self._fixed >= hard:
             return  # as exhausted_memory would leave it out: it is below what the model takes

@@ -35,14 +35,24 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def _check(headers: Any) -> None:
     lengths = {length.strip() for length in headers.get_all("Content-Length", [])}
     if headers.get("Transfer-Encoding") is not None:
-        raise ShimError(411, "length_required", "Transfer-Encoding is not taken; accepted: a body with Content-Length")
+        raise ShimError(
+            411,
+            "length_required",
+            "Transfer-Encoding is not taken; accepted: a body with Content-Length",
+        )
     if not lengths:
         raise ShimError(411, "length_required", "the request has no Content-Length")
     length = lengths.pop()
     if lengths or not (length.isascii() and length.isdecimal()):
-        raise ShimError(400, "invalid_content_length", f"Content-Length is {length[:40]!r}; accepted: one whole number")
+        raise ShimError(
+            400,
+            "invalid_content_length",
+            f"Content-Length is {length[:40]!r}; accepted: one whole number",
+        )
     limit = settings.current.max_body
     if limit and (len(length) > 18 or int(length) > limit):  # noqa: PLR2004
         raise ShimError(
-            413, "body_too_large", f"the body is {length[:40]} bytes; accepted: {limit} (MLX_SHIM_MAX_BODY)"
+            413,
+            "body_too_large",
+            f"the body is {length[:40]} bytes; accepted: {limit} (MLX_SHIM_MAX_BODY)",
         )

@@ -37,7 +37,10 @@ class _Places:
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if not self._free.acquire(blocking=False):
             raise ShimError(
-                429, "too_many_requests", f"{self.places} requests are in flight (MLX_SHIM_MAX_INFLIGHT)", RETRY_AFTER
+                429,
+                "too_many_requests",
+                f"{self.places} requests are in flight (MLX_SHIM_MAX_INFLIGHT)",
+                RETRY_AFTER,
             )
         try:
             return wrapped(*args, **kwargs)

@@ -40,13 +40,16 @@ def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     if not isinstance(result, tuple) or not isinstance(result[0], list):
         report.failed(
-            "unlimited_tokens", f"_tokenize returns a {type(result).__name__} that does not begin with a list"
+            "unlimited_tokens",
+            f"_tokenize returns a {type(result).__name__} that does not begin with a list",
         )
         return result
     limits, length = settings.current, len(result[0])
     generation = args[2] if len(args) > 2 else kwargs["args"]  # noqa: PLR2004
     if limits.max_prompt_tokens and length > limits.max_prompt_tokens:
-        raise _too_long(f"{length} tokens; accepted: {limits.max_prompt_tokens} (MLX_SHIM_MAX_PROMPT_TOKENS)")
+        raise _too_long(
+            f"{length} tokens; accepted: {limits.max_prompt_tokens} (MLX_SHIM_MAX_PROMPT_TOKENS)"
+        )
     if limits.max_context and length >= limits.max_context:
         room = f"{limits.max_context - 1}, one less than MLX_SHIM_MAX_CONTEXT"
         raise _too_long(f"{length} tokens; accepted: {room}")
@@ -70,7 +73,11 @@ def _batch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _prompt_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Stock's own caches for a request served alone; one that is quantized or trimmed cannot rotate."""
-    if len(args) > 1 or "max_kv_size" in kwargs or _makes_its_own(args[0] if args else kwargs["model"]):
+    if (
+        len(args) > 1
+        or "max_kv_size" in kwargs
+        or _makes_its_own(args[0] if args else kwargs["model"])
+    ):
         return wrapped(*args, **kwargs)
     if getattr(engine.arguments, "kv_bits", None) or getattr(engine.provider, "draft_model", None):
         report.once("MLX_SHIM_MAX_KV_SIZE does nothing with --kv-bits or a draft model")

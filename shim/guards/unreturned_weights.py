@@ -33,7 +33,14 @@ def _about_to_load(*_: Any, **__: Any) -> Any:
 
 def probe(server: Any) -> None:
     """See what stock's loop holds when it loads, and whether the pool is cleared by then."""
-    require(server, "ModelProvider._load", "ResponseGenerator._generate", "load", "sharded_load", "mx.clear_cache")
+    require(
+        server,
+        "ModelProvider._load",
+        "ResponseGenerator._generate",
+        "load",
+        "sharded_load",
+        "mx.clear_cache",
+    )
     try:
         held = model_switch.run(server, Anything())
         cleared = _clears_the_pool(server)
@@ -69,7 +76,9 @@ class _Releasing:
 
     def around_switch(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         # A program that loads models itself may use both. In the generation thread nobody does.
-        former = getattr(instance, "model", None)  # a probe of another guard has a provider with less to it
+        former = getattr(
+            instance, "model", None
+        )  # a probe of another guard has a provider with less to it
         if former is not None and threading.current_thread() is engine.generation_thread:
             self.local.switch = instance, former
         try:
@@ -86,5 +95,7 @@ class _Releasing:
                 gc.collect()
                 self.mx.clear_cache()
             except Exception as error:
-                report.line(f"the weights of the former model stay until the load is over: {error!r}")
+                report.line(
+                    f"the weights of the former model stay until the load is over: {error!r}"
+                )
         return wrapped(*args, **kwargs)

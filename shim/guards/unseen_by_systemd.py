@@ -55,7 +55,9 @@ def _listening(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         engine.listening = True
         return stock.serve_forever(self, *args, **kwargs)
 
-    call.arguments["server_class"] = type(stock.__name__, (stock,), {"serve_forever": serve_forever})
+    call.arguments["server_class"] = type(
+        stock.__name__, (stock,), {"serve_forever": serve_forever}
+    )
     return wrapped(*call.args, **call.kwargs)
 
 

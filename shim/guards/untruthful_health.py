@@ -54,16 +54,24 @@ def _do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     now, hold = engine.condition, engine.hold
     left = hold.seconds_left if hold is not None else RETRY_AFTER
-    why = {"reason": hold.reason, "seconds_left": left} if hold is not None and now == "breaker" else {}
+    why = (
+        {"reason": hold.reason, "seconds_left": left}
+        if hold is not None and now == "breaker"
+        else {}
+    )
     body = {
         "status": now,
         **why,
         "in_flight": engine.in_flight,
-        "seconds_since_delivery": round(engine.clock - engine.delivered, 1) if engine.deliveries else None,
+        "seconds_since_delivery": round(engine.clock - engine.delivered, 1)
+        if engine.deliveries
+        else None,
         "uptime": round(engine.uptime, 1),
         "counters": engine.counters,
         **(
-            {} if engine.memory is None else {"memory": engine.memory._asdict() | {"short": engine.pressed is not None}}
+            {}
+            if engine.memory is None
+            else {"memory": engine.memory._asdict() | {"short": engine.pressed is not None}}
         ),
         "shim": __version__,
         **({"unseen": facts.shown()} if facts.shown() else {}),

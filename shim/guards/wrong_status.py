@@ -61,7 +61,11 @@ def _marking(origin: str) -> patch.Wrapper:
 def _set_completion_headers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     status = args[0] if args else kwargs.get("status_code", 200)
     cause = sys.exc_info()[1]
-    if status == NOT_FOUND and isinstance(cause, Exception) and isinstance(instance.wfile, answers.HeldBody):
+    if (
+        status == NOT_FOUND
+        and isinstance(cause, Exception)
+        and isinstance(instance.wfile, answers.HeldBody)
+    ):
         raise _Answer from cause
     if isinstance(cause, ShimError) and not isinstance(instance.wfile, answers.HeldBody):
         raise cause  # a request that is refused while it is read: out of stock's except block, which says less
@@ -83,7 +87,9 @@ def _handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
         out.release()
     except Exception as error:
         cause = error.__cause__ if isinstance(error, _Answer) and error.__cause__ else error
-        if isinstance(cause, (ClientGone, BrokenPipeError, ConnectionResetError)) and not _came_from_engine(cause):
+        if isinstance(
+            cause, (ClientGone, BrokenPipeError, ConnectionResetError)
+        ) and not _came_from_engine(cause):
             report.debug("a client has gone")
             instance.close_connection = True
             return None
@@ -104,7 +110,9 @@ def _answer(handler: Any, cause: BaseException, out: answers.HeldBody) -> None:
     if told.status >= 500 and not isinstance(cause, ShimError):  # noqa: PLR2004
         logging.getLogger("mlx_lm.server").error("request failed: %s", cause, exc_info=cause)
     else:
-        logging.getLogger("mlx_lm.server").warning("request answered %d: %s", told.status, report.one_line(repr(cause)))
+        logging.getLogger("mlx_lm.server").warning(
+            "request answered %d: %s", told.status, report.one_line(repr(cause))
+        )
     try:
         answers.answer(handler, told, out)
     except OSError as gone:
@@ -117,7 +125,9 @@ def _translate(cause: BaseException) -> ShimError:
     origin = getattr(cause, "_shim_origin", None)
     what = f"{type(cause).__name__}: {report.one_line(cause)}"
     if origin == "tokenize":
-        return ShimError(400, "invalid_request", f"the request cannot be turned into a prompt: {what}")
+        return ShimError(
+            400, "invalid_request", f"the request cannot be turned into a prompt: {what}"
+        )
     if origin == "load":
         return _translate_load(cause, what)
     if engine.generation_is_over or engine.ending is not None:
@@ -125,13 +135,17 @@ def _translate(cause: BaseException) -> ShimError:
     if origin is None:  # the handler's own
         return ShimError(500, "internal_error", f"the answer could not be made: {what}")
     where = getattr(cause, "_shim_where", "")
-    return ShimError(500, "generation_failed", f"the generation failed{where and ' in '}{where}: {what}")
+    return ShimError(
+        500, "generation_failed", f"the generation failed{where and ' in '}{where}: {what}"
+    )
 
 
 def _translate_load(cause: BaseException, what: str) -> ShimError:
     named = getattr(cause, "_shim_named", ())
     if any(name is not None and not isinstance(name, str) for name in named):
-        return ShimError(400, "invalid_request", "model, adapters and draft_model are names: strings")
+        return ShimError(
+            400, "invalid_request", "model, adapters and draft_model are names: strings"
+        )
     names = [name for name in named if name not in (None, model_names.DEFAULT)]
     if model_names.is_missing(cause) and not all(Path(name).exists() for name in names):
         return ShimError(404, "model_not_found", report.one_line(cause))

@@ -46,7 +46,9 @@ def install(mx: Any, owner: type, *names: str) -> None:
     def getstate(cache: Any) -> dict[str, Any]:
         own = {key: value for key, value in cache.__dict__.items() if not key.startswith("_shim_")}
         values = {name: getattr(cache, name) for name in names}
-        mx.async_eval([value for value in values.values() if value is not None])  # else a copy of a copy is a chain
+        mx.async_eval(
+            [value for value in values.values() if value is not None]
+        )  # else a copy of a copy is a chain
         return own | values
 
     def setstate(cache: Any, state: dict[str, Any]) -> None:

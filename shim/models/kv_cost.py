@@ -25,7 +25,8 @@ class Cost(NamedTuple):
         """For a sequence of so many tokens."""
         return int(
             sum(
-                layer.constant + layer.per_token * math.ceil(min(tokens, layer.window) / layer.step) * layer.step
+                layer.constant
+                + layer.per_token * math.ceil(min(tokens, layer.window) / layer.step) * layer.step
                 for layer in self.layers
             )
         )
@@ -70,8 +71,12 @@ def _flat(caches: Sequence[Any]) -> Iterator[Any]:
 def _layer(cache: Any) -> Layer:
     """One with `keys` grows along their last axis but one; any other is taken for constant, which refuses nobody."""
     keys = getattr(cache, "keys", None)
-    first: Any = keys[0] if isinstance(keys, list | tuple) and keys else keys  # quantized: values, scales and biases
+    first: Any = (
+        keys[0] if isinstance(keys, list | tuple) and keys else keys
+    )  # quantized: values, scales and biases
     if first is None or getattr(first, "ndim", 0) < 2:  # noqa: PLR2004
-        return Layer(0, math.inf, 1, cache.nbytes if keys is None and hasattr(cache, "cache") else 0)
+        return Layer(
+            0, math.inf, 1, cache.nbytes if keys is None and hasattr(cache, "cache") else 0
+        )
     window = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None) or math.inf
     return Layer(cache.nbytes / first.shape[-2], window, int(getattr(cache, "step", 1)), 0)

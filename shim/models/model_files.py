@@ -36,7 +36,12 @@ def check_adapter(name: str) -> None:
     """Raise a ShimError unless stock can be expected to load the adapter in the folder `name`."""
     param = "adapters"
     if not _exists(param, name):
-        raise ShimError(404, "model_not_found", f"{param} {shown(name)} does not exist: no such folder", param=param)
+        raise ShimError(
+            404,
+            "model_not_found",
+            f"{param} {shown(name)} does not exist: no such folder",
+            param=param,
+        )
     _refuse(param, name, lambda: _why_no_adapter(Path(name)))
 
 
@@ -62,7 +67,10 @@ def _exists(param: str, name: str) -> bool:
         return Path(name).exists()
     except OSError as error:
         raise ShimError(
-            404, "model_not_found", f"{param} {shown(name)} cannot be looked up: {error.strerror}", param=param
+            404,
+            "model_not_found",
+            f"{param} {shown(name)} cannot be looked up: {error.strerror}",
+            param=param,
         ) from error
 
 
@@ -96,7 +104,9 @@ def _why_no_model(folder: Path, *, trusted: bool, shards: bool) -> str:
     if not weights:
         return "the folder has no model*.safetensors"
     names = [path.name for path in folder.iterdir()]
-    if not any("token" in name or name.startswith("vocab") or name.endswith(".model") for name in names):
+    if not any(
+        "token" in name or name.startswith("vocab") or name.endswith(".model") for name in names
+    ):
         return "the folder has no file of a tokenizer"
     return next((why for why in map(why_no_tensors, map(Path, sorted(weights))) if why), "")
 
@@ -105,7 +115,9 @@ def _why_no_class(utils: Any, folder: Path, config: dict[str, Any], trusted: boo
     file = config.get("model_file")
     if file is not None:
         if not trusted:
-            return f"its code ({shown(file)}) would have to be run, which is off (--trust-remote-code)"
+            return (
+                f"its code ({shown(file)}) would have to be run, which is off (--trust-remote-code)"
+            )
         return "" if (folder / file).is_file() else f"the folder has no {shown(file)}"
     if "model_type" not in config:
         return "config.json has no model_type"

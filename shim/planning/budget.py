@@ -44,7 +44,11 @@ def as_setting(size: int) -> str:
 def wired(total: int, model: int) -> str:
     """What MLX_SHIM_WIRED=auto comes to, as another value of it: off, or model+4G."""
     auto = values.parse_wired("auto")
-    return "off" if auto is not None and not auto.most(model, total) else f"model+{values.AUTO_MARGIN >> 30}G"
+    return (
+        "off"
+        if auto is not None and not auto.most(model, total)
+        else f"model+{values.AUTO_MARGIN >> 30}G"
+    )
 
 
 def lengths(longest: int | None) -> list[int]:

@@ -25,9 +25,7 @@ from ..models.kv_cost import Cost, Layer
 LIMIT = 60  # seconds, of which the imports take most
 MOST_MEMORY = 1 << 30  # bytes of MLX
 _EVERY = 0.02  # seconds
-_PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from shim.planning import cache_cost; cache_cost.main(*sys.argv[2:])"
-)
+_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from shim.planning import cache_cost; cache_cost.main(*sys.argv[2:])"
 
 
 class NotKnown(Exception):

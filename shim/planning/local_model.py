@@ -42,7 +42,9 @@ def find(name: str, environ: Mapping[str, str]) -> Path:
 
 def in_cache(name: str, environ: Mapping[str, str]) -> Path | None:
     """The snapshot of a repo in the hub's cache that `main` names, or another if that is not there."""
-    home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    home = (
+        environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    )
     hub = Path(environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
     repo = hub / f"models--{name.replace('/', '--')}"
     try:
@@ -92,8 +94,12 @@ def dtype(folder: Path, described: Mapping[str, Any]) -> str:
     """
     for file in sorted(folder.glob("model*.safetensors"))[:1]:
         with file.open("rb") as opened:
-            header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _LONGEST_HEADER)))
-        kinds = Counter(tensor["dtype"] for name, tensor in header.items() if name != "__metadata__")
+            header = json.loads(
+                opened.read(min(int.from_bytes(opened.read(8), "little"), _LONGEST_HEADER))
+            )
+        kinds = Counter(
+            tensor["dtype"] for name, tensor in header.items() if name != "__metadata__"
+        )
         floats = [_FLOATS[kind] for kind, _ in kinds.most_common() if kind in _FLOATS]
         if floats:
             return floats[0]

@@ -16,7 +16,11 @@ def of(function: Any, **names: Any) -> Callable[..., Any]:
     """
     stock = inspect.unwrap(function)
     copy = types.FunctionType(
-        stock.__code__, {**stock.__globals__, **names}, stock.__name__, stock.__defaults__, stock.__closure__
+        stock.__code__,
+        {**stock.__globals__, **names},
+        stock.__name__,
+        stock.__defaults__,
+        stock.__closure__,
     )
     copy.__kwdefaults__ = stock.__kwdefaults__
     return copy

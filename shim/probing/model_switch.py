@@ -65,7 +65,9 @@ def run(server: Any, prompt_cache: Any) -> bool:
     Whether it still held the first as it loaded the second. Raises whatever a loop raises that goes about it otherwise.
     """
     generator = _Generator(prompt_cache)
-    loop = dry_run.of(server.ResponseGenerator._generate, mx=Anything(), gc=Anything(), logging=Anything())
+    loop = dry_run.of(
+        server.ResponseGenerator._generate, mx=Anything(), gc=Anything(), logging=Anything()
+    )
     loop(generator)
     if len(generator.model_provider.loaded) != 2:  # noqa: PLR2004
         raise RuntimeError("it has not loaded two models")

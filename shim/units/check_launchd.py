@@ -31,9 +31,15 @@ def check(found: Findings, file: Path, raw: bytes, folder: Path) -> None:
     if not isinstance(plist, dict) or not ({"ProgramArguments", "Program"} & set(plist)):
         raise Refused(f"{file} is no property list of a launchd job: it has no ProgramArguments")
     _types(found, plist)
-    plist = {key: value for key, value in plist.items() if key not in KEYS or is_a(value, KEYS[key])}
+    plist = {
+        key: value for key, value in plist.items() if key not in KEYS or is_a(value, KEYS[key])
+    }
     if "Label" not in plist:
-        found.defeats("Label", "it is missing: launchd loads nothing", "<key>Label</key><string>local.mlx-lm</string>")
+        found.defeats(
+            "Label",
+            "it is missing: launchd loads nothing",
+            "<key>Label</key><string>local.mlx-lm</string>",
+        )
     _permissions(found, file)
     _keep_alive(found, plist)
     _when(found, plist)
@@ -75,7 +81,9 @@ def _one(found: Findings, at: str, key: str, value: object, known: Mapping[str, 
     where = f"{at}{key}"
     if key not in known:
         near = difflib.get_close_matches(key, known, 1)
-        found.note(where, "launchd knows no such key and ignores it", near[0] if near else "nothing of it")
+        found.note(
+            where, "launchd knows no such key and ignores it", near[0] if near else "nothing of it"
+        )
     elif not is_a(value, known[key]):
         what = f"it is of the type {type(value).__name__}, which launchd ignores here"
         if where == "KeepAlive":
@@ -87,9 +95,15 @@ def _one(found: Findings, at: str, key: str, value: object, known: Mapping[str, 
 def _permissions(found: Findings, file: Path) -> None:
     status = file.stat()
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        found.defeats("the file", "others may write it, so launchd does not load it", f"chmod 644 {file}")
+        found.defeats(
+            "the file", "others may write it, so launchd does not load it", f"chmod 644 {file}"
+        )
     if str(file.resolve().parent) == _SYSTEM and status.st_uid != 0:
-        found.defeats("the file", "root does not own it, so launchd does not load it", f"chown root:wheel {file}")
+        found.defeats(
+            "the file",
+            "root does not own it, so launchd does not load it",
+            f"chown root:wheel {file}",
+        )
 
 
 def _keep_alive(found: Findings, plist: Mapping[str, Any]) -> None:
@@ -98,7 +112,11 @@ def _keep_alive(found: Findings, plist: Mapping[str, Any]) -> None:
         found.note("OnDemand", "false is the old name of KeepAlive true", _TRUE)
         return
     if not keep:
-        found.defeats("KeepAlive", "it is missing, false or empty: nothing restarts a server that exited", _TRUE)
+        found.defeats(
+            "KeepAlive",
+            "it is missing, false or empty: nothing restarts a server that exited",
+            _TRUE,
+        )
     if not isinstance(keep, dict) or not keep:
         return
     on_status = keep.get("SuccessfulExit") is False or keep.get("Crashed") is False
@@ -115,8 +133,14 @@ def _keep_alive(found: Findings, plist: Mapping[str, Any]) -> None:
 def _condition(key: str, value: object) -> str:
     """What a condition of KeepAlive does to a server that exits 70."""
     told = {
-        ("SuccessfulExit", True): "it restarts only after status 0, which the shim never gives for a fault",
-        ("Crashed", True): "an exit with a status (70, 71, 75) is no crash to launchd, and is not restarted",
+        (
+            "SuccessfulExit",
+            True,
+        ): "it restarts only after status 0, which the shim never gives for a fault",
+        (
+            "Crashed",
+            True,
+        ): "an exit with a status (70, 71, 75) is no crash to launchd, and is not restarted",
         ("Crashed", False): "a crash in native code is not restarted",
         ("NetworkState", True): "launchd does nothing with it any more",
         ("NetworkState", False): "launchd does nothing with it any more",
@@ -136,7 +160,13 @@ def _when(found: Findings, plist: Mapping[str, Any]) -> None:
         found.defeats("EnableTransactions", what, "nothing of it")
     if plist.get("Disabled"):
         found.defeats("Disabled", "launchd does not load it", "nothing of it")
-    for key in ("StartInterval", "StartCalendarInterval", "WatchPaths", "QueueDirectories", "StartOnMount"):
+    for key in (
+        "StartInterval",
+        "StartCalendarInterval",
+        "WatchPaths",
+        "QueueDirectories",
+        "StartOnMount",
+    ):
         if key in plist and not plist.get("KeepAlive"):
             found.defeats(key, "it starts the server at times, not when it exited", _TRUE)
     if plist.get("ThrottleInterval", 0) > _LONG_PAUSE:
@@ -153,13 +183,17 @@ def _priority(found: Findings, plist: Mapping[str, Any]) -> None:
             "<key>ProcessType</key><string>Interactive</string>",
         )  # fmt: skip
     if plist.get("Nice", 0) > 0:
-        found.note("Nice", "other programs come first, which may look like a stall", "nothing of it")
+        found.note(
+            "Nice", "other programs come first, which may look like a stall", "nothing of it"
+        )
     for key in ("LowPriorityIO", "LowPriorityBackgroundIO"):
         if plist.get(key):
             found.note(key, "loading the model waits for every other program", "nothing of it")
     files = plist.get("SoftResourceLimits", {}).get("NumberOfFiles", 256)
     if isinstance(files, int) and files < _ENOUGH_FILES:
-        found.note("SoftResourceLimits", f"{files} open files are soon too few", "NumberOfFiles 4096")
+        found.note(
+            "SoftResourceLimits", f"{files} open files are soon too few", "NumberOfFiles 4096"
+        )
 
 
 def _surroundings(found: Findings, plist: Mapping[str, Any]) -> None:
@@ -167,19 +201,31 @@ def _surroundings(found: Findings, plist: Mapping[str, Any]) -> None:
     named = plist.get("EnvironmentVariables", {}).get(LAUNCHD_SOCKET, "")
     if sockets and named not in sockets:
         what = f"launchd holds the port and nobody takes the socket over: {LAUNCHD_SOCKET} names none of them; exit 71"
-        found.defeats("Sockets", what, f"{LAUNCHD_SOCKET}={next(iter(sockets))} into EnvironmentVariables")
+        found.defeats(
+            "Sockets", what, f"{LAUNCHD_SOCKET}={next(iter(sockets))} into EnvironmentVariables"
+        )
     if named and not sockets:
         found.defeats(
-            "EnvironmentVariables", f"{LAUNCHD_SOCKET} names no entry of Sockets", "Sockets, or nothing of it"
+            "EnvironmentVariables",
+            f"{LAUNCHD_SOCKET} names no entry of Sockets",
+            "Sockets, or nothing of it",
         )
     for name, value in plist.get("EnvironmentVariables", {}).items():
         if not isinstance(value, str):
-            found.note("EnvironmentVariables", f"{name} is no string, and launchd ignores it", "a string")
+            found.note(
+                "EnvironmentVariables", f"{name} is no string, and launchd ignores it", "a string"
+            )
     for key in ("StandardOutPath", "StandardErrorPath"):
         path = plist.get(key, "")
         if path and not path.startswith("/"):
-            found.defeats(key, f"{path!r} is no absolute path, and nobody replaces a ~", "the absolute path")
+            found.defeats(
+                key, f"{path!r} is no absolute path, and nobody replaces a ~", "the absolute path"
+            )
     if not plist.get("StandardErrorPath"):
-        found.note("StandardErrorPath", "it is missing: what the shim says is lost", "a file in ~/Library/Logs")
+        found.note(
+            "StandardErrorPath",
+            "it is missing: what the shim says is lost",
+            "a file in ~/Library/Logs",
+        )
     if plist.get("WorkingDirectory", "/")[:1] != "/":
         found.defeats("WorkingDirectory", "it is no absolute path", "the absolute path")

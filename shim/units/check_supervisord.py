@@ -25,7 +25,9 @@ class _Section:
         self.name = name
         self.options = options
         self._lines = text.splitlines()
-        self._first = next((i for i, x in enumerate(self._lines) if x.lstrip().startswith(f"[{name}]")), 0)
+        self._first = next(
+            (i for i, x in enumerate(self._lines) if x.lstrip().startswith(f"[{name}]")), 0
+        )
 
     def get(self, key: str, default: str) -> str:
         return self.options.get(key, default).strip()
@@ -53,11 +55,19 @@ def check(found: Findings, file: Path, raw: bytes, folder: Path) -> None:
     try:
         parser.read_string(text)
     except configparser.Error as error:
-        raise Refused(f"{file} is no configuration of supervisord: {' '.join(str(error).split())}") from None
-    names = [n for n in parser.sections() if n.startswith(("program:", "fcgi-program:")) and "command" in parser[n]]
+        raise Refused(
+            f"{file} is no configuration of supervisord: {' '.join(str(error).split())}"
+        ) from None
+    names = [
+        n
+        for n in parser.sections()
+        if n.startswith(("program:", "fcgi-program:")) and "command" in parser[n]
+    ]
     servers = [n for n in names if re.search(r"mlx.lm|\bshim run\b", parser[n]["command"])] or names
     if not servers:
-        raise Refused(f"{file} is no configuration of supervisord with a [program:...] that has a command")
+        raise Refused(
+            f"{file} is no configuration of supervisord with a [program:...] that has a command"
+        )
     shared = parser["supervisord"].get("environment", "") if "supervisord" in parser else ""
     for name in servers:
         section = _Section(name, parser[name], text)
@@ -131,10 +141,14 @@ def _restart(found: Findings, section: _Section) -> None:
         what = f"after {retries} starts that end within {seconds} s supervisord gives up (FATAL)"
         found.defeats(section.at("startretries"), what, "startretries=1000000")
     if section.number("numprocs", 1) > 1 and "socket" not in section.options:
-        found.defeats(section.at("numprocs"), "all but one find their port taken: exit 71", "numprocs=1")
+        found.defeats(
+            section.at("numprocs"), "all but one find their port taken: exit 71", "numprocs=1"
+        )
 
 
 def _stop(found: Findings, section: _Section) -> None:
     name = section.get("stopsignal", "TERM").upper().removeprefix("SIG")
     if name not in ("TERM", "INT", "15", "2"):
-        found.defeats(section.at("stopsignal"), f"{name} ends the server at once: no drain", "stopsignal=TERM")
+        found.defeats(
+            section.at("stopsignal"), f"{name} ends the server at once: no drain", "stopsignal=TERM"
+        )

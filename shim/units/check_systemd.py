@@ -46,7 +46,11 @@ def _facts(found: Findings, unit: Entries, command: str) -> Facts:
     if "@" in prefix:
         argv[1:2] = []  # the name that the program is given
     if "-" in prefix and unit.last("Service", "Restart", "no") == "on-failure":
-        found.defeats(at, "- before the program: any status counts as success and is not restarted", "it without -")
+        found.defeats(
+            at,
+            "- before the program: any status counts as success and is not restarted",
+            "it without -",
+        )
     if ":" not in prefix:
         argv = [word.replace("$$", "$") if "$$" in word else word for word in argv]
     return Facts(
@@ -57,7 +61,9 @@ def _facts(found: Findings, unit: Entries, command: str) -> Facts:
 
 
 def _stop_limit(unit: Entries) -> float | None:
-    given = unit.last("Service", "TimeoutStopSec", "") or unit.last("Service", "TimeoutSec", "") or "90"
+    given = (
+        unit.last("Service", "TimeoutStopSec", "") or unit.last("Service", "TimeoutSec", "") or "90"
+    )
     return duration(given) or None
 
 
@@ -79,20 +85,30 @@ def _restart(found: Findings, unit: Entries) -> None:
     if "78" in _statuses(unit, "RestartPreventExitStatus"):
         at = unit.at("Service", "RestartPreventExitStatus")
         found.note(
-            at, "78: a model that could not be loaded once is not tried again", "it without 78, if that is not meant"
+            at,
+            "78: a model that could not be loaded once is not tried again",
+            "it without 78, if that is not meant",
         )
 
 
 def _held(found: Findings, unit: Entries, key: str, what: str) -> None:
     for code in sorted(_statuses(unit, key) & set(_STATUSES)):
-        found.defeats(unit.at("Service", key), f"{code} ({_STATUSES[code]}) {what}", f"{key} without {code}")
+        found.defeats(
+            unit.at("Service", key), f"{code} ({_STATUSES[code]}) {what}", f"{key} without {code}"
+        )
 
 
 def _limits(found: Findings, unit: Entries) -> None:
     section = (
-        "Unit" if any(unit.get("Unit", f"StartLimit{x}") for x in ("IntervalSec", "Interval", "Burst")) else "Service"
+        "Unit"
+        if any(unit.get("Unit", f"StartLimit{x}") for x in ("IntervalSec", "Interval", "Burst"))
+        else "Service"
     )
-    given = unit.last(section, "StartLimitIntervalSec", "") or unit.last(section, "StartLimitInterval", "") or "10"
+    given = (
+        unit.last(section, "StartLimitIntervalSec", "")
+        or unit.last(section, "StartLimitInterval", "")
+        or "10"
+    )
     interval = math.inf if given == "infinity" else duration(given)
     burst = unit.last(section, "StartLimitBurst", "5")
     pause = duration(unit.last("Service", "RestartSec", "100ms"))
@@ -100,52 +116,82 @@ def _limits(found: Findings, unit: Entries) -> None:
         return
     if int(burst) and int(burst) * ((pause or 0) + _LEAST_RUN) <= interval:
         what = f"after {burst} starts within {interval:g} s it stays down"
-        found.defeats(unit.at(section, "StartLimitBurst"), what, "StartLimitIntervalSec=0 in [Unit]")
+        found.defeats(
+            unit.at(section, "StartLimitBurst"), what, "StartLimitIntervalSec=0 in [Unit]"
+        )
 
 
 def _kind(found: Findings, unit: Entries) -> None:
     kind = unit.last("Service", "Type", "simple")
     at = unit.at("Service", "Type")
     if kind in ("oneshot", "forking", "dbus"):
-        found.defeats(at, f"{kind}: the server never gets there, so the start times out or never ends", "Type=exec")
+        found.defeats(
+            at,
+            f"{kind}: the server never gets there, so the start times out or never ends",
+            "Type=exec",
+        )
     if unit.last("Service", "RemainAfterExit", "no").lower() in _TRUE:
         at = unit.at("Service", "RemainAfterExit")
         found.defeats(at, "a server that ended with 0 counts as running", "nothing of it")
     if kind in ("notify", "notify-reload"):
-        start = unit.last("Service", "TimeoutStartSec", "") or unit.last("Service", "TimeoutSec", "") or "90"
+        start = (
+            unit.last("Service", "TimeoutStartSec", "")
+            or unit.last("Service", "TimeoutSec", "")
+            or "90"
+        )
         limit = duration(start)
         if limit:
             limit = max(limit, sd_notify.LOADING)  # the shim asks for more
             at = unit.at("Service", "TimeoutStartSec")
-            found.note(at, f"a model that takes longer than {limit:g} s to load is killed", "TimeoutStartSec=infinity")
+            found.note(
+                at,
+                f"a model that takes longer than {limit:g} s to load is killed",
+                "TimeoutStartSec=infinity",
+            )
 
 
 def _stop(found: Findings, unit: Entries) -> None:
     name = unit.last("Service", "KillSignal", "SIGTERM")
     if name not in _STOPS:
         found.defeats(
-            unit.at("Service", "KillSignal"), f"{name} ends the server at once: no drain", "KillSignal=SIGTERM"
+            unit.at("Service", "KillSignal"),
+            f"{name} ends the server at once: no drain",
+            "KillSignal=SIGTERM",
         )
     if unit.last("Service", "KillMode", "control-group") == "none":
-        found.defeats(unit.at("Service", "KillMode"), "a server that does not stop is left behind", "KillMode=mixed")
+        found.defeats(
+            unit.at("Service", "KillMode"),
+            "a server that does not stop is left behind",
+            "KillMode=mixed",
+        )
 
 
 def _surroundings(found: Findings, unit: Entries) -> None:
     if not (unit.get("Install", "WantedBy") or unit.get("Install", "RequiredBy")):
-        found.note(unit.at("Install", "WantedBy"), "it is not started at boot", "WantedBy=multi-user.target")
+        found.note(
+            unit.at("Install", "WantedBy"),
+            "it is not started at boot",
+            "WantedBy=multi-user.target",
+        )
     for key, slow in (("CPUSchedulingPolicy", "idle"), ("IOSchedulingClass", "idle")):
         if unit.last("Service", key, "") == slow:
             found.defeats(
-                unit.at("Service", key), "every other program comes first, which looks like a stall", "nothing of it"
+                unit.at("Service", key),
+                "every other program comes first, which looks like a stall",
+                "nothing of it",
             )
     nice = unit.last("Service", "Nice", "0")
     if nice.isdecimal() and int(nice) > 0:
         found.note(
-            unit.at("Service", "Nice"), "other programs come first, which may look like a stall", "nothing of it"
+            unit.at("Service", "Nice"),
+            "other programs come first, which may look like a stall",
+            "nothing of it",
         )
     home = unit.last("Service", "ProtectHome", "no").lower()
     text = " ".join((*unit.all("Service", "ExecStart"), environment(unit).get("PYTHONPATH", "")))
     if home in (*_TRUE, "tmpfs") and re.search(r"(^|[\s:\"=])/(home|root)/", text):
         found.defeats(
-            unit.at("Service", "ProtectHome"), "the server cannot read what lies in a home", "ProtectHome=read-only"
+            unit.at("Service", "ProtectHome"),
+            "the server cannot read what lies in a home",
+            "ProtectHome=read-only",
         )

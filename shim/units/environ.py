@@ -13,7 +13,9 @@ from . import Refused
 
 KEY_FILE = settings.variable("api_key_file")
 _DEFAULTS = {row.variable: row.default for row in settings.table()}
-DRAIN, EXIT_GRACE, GIL_DEADLINE = (settings.variable(name) for name in ("drain", "exit_grace", "gil_deadline"))
+DRAIN, EXIT_GRACE, GIL_DEADLINE = (
+    settings.variable(name) for name in ("drain", "exit_grace", "gil_deadline")
+)
 _DEFAULT_DRAIN = _DEFAULTS.get(DRAIN, "25s")
 _MARGIN = 5  # seconds for stock's own orderly shutdown, on top of what the shim waits for
 _LEAST_STOP = 30  # seconds
@@ -35,7 +37,9 @@ def secret(name: str, value: str) -> str:
     if words[-1] not in _HARMLESS_END and any(_SECRET.fullmatch(word) for word in words):
         return f"its name says it holds a secret, and a unit can be read by others; use {_instead(name)}"
     if _SECRET_VALUE.match(value):
-        return f"its value looks like a secret, and a unit can be read by others; use {_instead(name)}"
+        return (
+            f"its value looks like a secret, and a unit can be read by others; use {_instead(name)}"
+        )
     return ""
 
 
@@ -61,7 +65,8 @@ def collect(asked: Mapping[str, str], folder: Path, current: Mapping[str, str]) 
     ours = {
         name: value
         for name, value in current.items()
-        if (name == settings.KILL_SWITCH or name.startswith(settings.PREFIX + "_")) and value.strip()
+        if (name == settings.KILL_SWITCH or name.startswith(settings.PREFIX + "_"))
+        and value.strip()
     }
     environ = ours | dict(asked)
     for name, value in environ.items():
@@ -69,20 +74,33 @@ def collect(asked: Mapping[str, str], folder: Path, current: Mapping[str, str]) 
         if why:
             raise Refused(f"{name} is not put into a unit: {why}")
         if not value.isprintable():
-            raise Refused(f"the value of {name} has a newline or another character that cannot be printed")
+            raise Refused(
+                f"the value of {name} has a newline or another character that cannot be printed"
+            )
     for row in settings.table():
         if row.kind in ("file", "folder") and environ.get(row.variable, "").strip():
             environ[row.variable] = _path(row.variable, environ[row.variable], row.kind)
     environ["PYTHONPATH"] = os.pathsep.join(
-        [str(folder), *(absolute(p) for p in asked.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p) != folder)]
+        [
+            str(folder),
+            *(
+                absolute(p)
+                for p in asked.get("PYTHONPATH", "").split(os.pathsep)
+                if p and Path(p) != folder
+            ),
+        ]
     )
     return environ
 
 
 def _path(name: str, value: str, kind: str) -> str:
     path = absolute(value.strip())
-    if kind == "file" and not Path(path).is_file():  # the value may be the secret itself: it is not shown
-        raise Refused(f"{name} names no file that is there; it takes the name of a file that holds the secret")
+    if (
+        kind == "file" and not Path(path).is_file()
+    ):  # the value may be the secret itself: it is not shown
+        raise Refused(
+            f"{name} names no file that is there; it takes the name of a file that holds the secret"
+        )
     return path
 
 
@@ -116,7 +134,9 @@ def doubts(environ: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
     _, bad, unknown = settings.load(environ)
     found = [*bad, *unknown]
     if environ.get(settings.KILL_SWITCH, "").strip().lower() in values.OFF:
-        found.append(f"{settings.KILL_SWITCH} is off, here or in --env: the unit runs stock, without the shim")
+        found.append(
+            f"{settings.KILL_SWITCH} is off, here or in --env: the unit runs stock, without the shim"
+        )
     found += [
         f"{name} is set here, and the unit does not have it; if the server needs it, add --env {name}=..."
         for name in _OF_THE_SERVER

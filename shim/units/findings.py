@@ -15,7 +15,14 @@ from .invocation import MODEL, Invocation, deaf, interpreter_of, option, take_ap
 _OURS = "MlxLmShimFinder"  # the class in our sitecustomize.py
 _MUST_NOT_LEAVE = ("setsid", "screen", "tmux", "daemon", "daemonize", "start-stop-daemon", "disown")
 _HARMLESS = ("env", "caffeinate", "arch", "nohup", "nice", "ionice", "stdbuf", "taskpolicy", "chrt")
-_TAKE_A_VALUE = {"nice": "n", "ionice": "cn", "caffeinate": "tw", "env": "uCS", "taskpolicy": "cdgt", "stdbuf": "oei"}
+_TAKE_A_VALUE = {
+    "nice": "n",
+    "ionice": "cn",
+    "caffeinate": "tw",
+    "env": "uCS",
+    "taskpolicy": "cdgt",
+    "stdbuf": "oei",
+}
 # Guards without which a dead engine is no exit.
 _EXITS = ("generation_death", "orphaned_process", "stall")
 OPAQUE = re.compile(r"[$%]")  # a value that something replaces before it counts
@@ -33,7 +40,9 @@ class Finding:
 
     def __str__(self) -> str:
         kind = "DEFEATS" if self.defeats else "note"
-        return " ".join(f"{self.file}: {kind}: {self.where}: {self.what}; write {self.write}".split())
+        return " ".join(
+            f"{self.file}: {kind}: {self.where}: {self.what}; write {self.write}".split()
+        )
 
 
 @dataclass
@@ -74,7 +83,9 @@ def common(found: Findings, facts: Facts, folder: Path) -> None:
     try:
         known = take_apart(argv)
     except Refused as error:
-        found.note(facts.command_at, f"what it runs cannot be told: {error}", "the server command itself")
+        found.note(
+            facts.command_at, f"what it runs cannot be told: {error}", "the server command itself"
+        )
     if known is not None:
         _options(found, facts, known)
         if not shelled:  # a shell has a PATH and a folder of its own, and replaces a ~
@@ -89,14 +100,24 @@ def _unwrapped(found: Findings, facts: Facts) -> tuple[list[str], dict[str, str]
     for _ in range(5):
         name = Path(argv[0]).name if argv else ""
         if name in _MUST_NOT_LEAVE:
-            why = f"{name} may start the server in another process: neither status nor SIGTERM passes"
+            why = (
+                f"{name} may start the server in another process: neither status nor SIGTERM passes"
+            )
             found.defeats(facts.command_at, why, "the server command itself")
             return _past(argv, variables), variables, shelled
         if name in _HARMLESS:
             if name == "nohup":
-                found.note(facts.command_at, "nohup does nothing under a supervisor", "the command without it")
+                found.note(
+                    facts.command_at,
+                    "nohup does nothing under a supervisor",
+                    "the command without it",
+                )
             if name == "taskpolicy" and "-b" in argv:
-                found.defeats(facts.command_at, "taskpolicy -b throttles it, which looks like a stall", "no taskpolicy")
+                found.defeats(
+                    facts.command_at,
+                    "taskpolicy -b throttles it, which looks like a stall",
+                    "no taskpolicy",
+                )
             argv = _past(argv, variables)
             continue
         script = shell.script_of(argv)
@@ -104,7 +125,11 @@ def _unwrapped(found: Findings, facts: Facts) -> tuple[list[str], dict[str, str]
         if within is None:
             return argv, variables, shelled
         if within.fault:
-            found.defeats(facts.command_at, within.fault, "`exec` before the server command, as the last command")
+            found.defeats(
+                facts.command_at,
+                within.fault,
+                "`exec` before the server command, as the last command",
+            )
         elif within.hint:
             found.note(facts.command_at, within.hint, "`exec` before the server command")
         variables |= {name: os.path.expanduser(value) for name, value in within.environ.items()}  # noqa: PTH111 - no path
@@ -116,7 +141,9 @@ def _past(argv: Sequence[str], variables: dict[str, str]) -> list[str]:
     """What follows a program that starts a program, its options and assignments."""
     takes = _TAKE_A_VALUE.get(Path(argv[0]).name, "")
     rest = list(argv[1:])
-    while rest and (rest[0].startswith("-") or re.fullmatch(r"[A-Za-z_]\w*=.*", rest[0], re.DOTALL)):
+    while rest and (
+        rest[0].startswith("-") or re.fullmatch(r"[A-Za-z_]\w*=.*", rest[0], re.DOTALL)
+    ):
         word = rest.pop(0)
         if not word.startswith("-"):
             name, _, value = word.partition("=")
@@ -136,19 +163,29 @@ def _options(found: Findings, facts: Facts, known: Invocation) -> None:
         except Refused as error:
             found.note(facts.command_at, str(error), "PYTHON -m mlx_lm server")
     for why in deaf(flags):
-        found.defeats(facts.command_at, f"{why}: the server runs as stock", "the command without that option")
+        found.defeats(
+            facts.command_at, f"{why}: the server runs as stock", "the command without that option"
+        )
 
 
 def _paths(found: Findings, facts: Facts, known: Invocation) -> None:
     first = known.argv[0]
     if not OPAQUE.search(first):
         if first.startswith("~"):
-            found.defeats(facts.command_at, f"{first!r}: nobody replaces the ~", "the absolute path")
+            found.defeats(
+                facts.command_at, f"{first!r}: nobody replaces the ~", "the absolute path"
+            )
         elif not first.startswith("/"):
-            found.defeats(facts.command_at, f"{first!r} is no absolute path: another one, or none, is run", "the path")
+            found.defeats(
+                facts.command_at,
+                f"{first!r} is no absolute path: another one, or none, is run",
+                "the path",
+            )
         elif not Path(first).exists():
             found.defeats(
-                facts.command_at, f"{first!r} does not exist here", "the path of an interpreter that is there"
+                facts.command_at,
+                f"{first!r} does not exist here",
+                "the path of an interpreter that is there",
             )
     _model(found, facts, known)
 
@@ -160,9 +197,15 @@ def _model(found: Findings, facts: Facts, known: Invocation) -> None:
     path = model[1]
     if path.startswith("/"):
         if not Path(path).exists():
-            found.defeats(facts.command_at, f"--model {path!r} does not exist here: exit 78", "a folder that is there")
+            found.defeats(
+                facts.command_at,
+                f"--model {path!r} does not exist here: exit 78",
+                "a folder that is there",
+            )
     elif path.startswith("~") or (path.startswith(".") and not facts.workdir):
-        found.defeats(facts.command_at, f"--model {path!r} is no absolute path: exit 78", "the absolute path")
+        found.defeats(
+            facts.command_at, f"--model {path!r} is no absolute path: exit 78", "the absolute path"
+        )
 
 
 def _environment(
@@ -171,16 +214,22 @@ def _environment(
     where = facts.environ_at
     write = facts.python_path.format(folder)
     if variables.get(settings.KILL_SWITCH, "").strip().lower() in values.OFF:
-        found.defeats(where, f"{settings.KILL_SWITCH} is off: the server runs as stock", "nothing of it")
+        found.defeats(
+            where, f"{settings.KILL_SWITCH} is off: the server runs as stock", "nothing of it"
+        )
     if needs_path:
         why = _python_path(variables.get("PYTHONPATH"), facts.workdir)
         if why:
             found.defeats(where, f"{why}: the server runs as stock", write)
     for name in (settings.variable(guard) for guard in _EXITS):
         if variables.get(name, "").strip().lower() in values.OFF:
-            found.defeats(where, f"{name} is off: a server that is dead inside does not exit", "nothing of it")
+            found.defeats(
+                where, f"{name} is off: a server that is dead inside does not exit", "nothing of it"
+            )
     if variables.get(settings.variable("on_stall"), "").strip().lower() == "dump":
-        found.note(where, "MLX_SHIM_ON_STALL=dump: a stalled server is not restarted", "nothing of it")
+        found.note(
+            where, "MLX_SHIM_ON_STALL=dump: a stalled server is not restarted", "nothing of it"
+        )
     for name, value in variables.items():
         why = environ.secret(name, value)
         if why:
@@ -201,7 +250,11 @@ def _python_path(value: str | None, workdir: str) -> str:
             return f"PYTHONPATH has {part!r}, which is no absolute path"
         file = Path(workdir or "/") / part / "sitecustomize.py"
         if part and file.is_file():
-            return "" if _OURS in file.read_text(errors="replace") else f"{file} comes first, and is not the shim's"
+            return (
+                ""
+                if _OURS in file.read_text(errors="replace")
+                else f"{file} comes first, and is not the shim's"
+            )
     return f"PYTHONPATH={value!r} holds no folder with the shim's sitecustomize.py"
 
 
@@ -213,9 +266,15 @@ def _stop(found: Findings, facts: Facts, variables: Mapping[str, str]) -> None:
         return
     write = facts.stop_write.format(limit)
     if facts.stop is None:
-        found.note(facts.stop_at, "it waits for ever for the server to stop, also at shutdown", write)
+        found.note(
+            facts.stop_at, "it waits for ever for the server to stop, also at shutdown", write
+        )
     elif facts.stop_missing:
-        found.defeats(facts.stop_at, f"it is missing: {facts.stop_missing}; the drain takes up to {needed:g} s", write)
+        found.defeats(
+            facts.stop_at,
+            f"it is missing: {facts.stop_missing}; the drain takes up to {needed:g} s",
+            write,
+        )
     elif facts.stop < needed:
         what = f"SIGKILL after {facts.stop:g} s, and the drain takes up to {needed:g} s: what is in flight is lost"
         found.defeats(facts.stop_at, what, write)

@@ -31,7 +31,9 @@ class Invocation:
     start: int  # where mlx_lm.server's own arguments begin
     flags: str
     program: str
-    script: int | None  # where the console script stands, if there is one; at 0 its first line names the interpreter
+    script: (
+        int | None
+    )  # where the console script stands, if there is one; at 0 its first line names the interpreter
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -47,12 +49,16 @@ def take_apart(argv: Sequence[str]) -> Invocation:
     """Raises Refused where `argv` is no way into mlx_lm.server that the shim knows to be guarded."""
     if not argv:
         raise Refused(f"no server command was given; {ACCEPTED}")
-    flags, is_module, start = ("", False, 1) if Path(argv[0]).name in _SCRIPTS else _interpreter(argv)
+    flags, is_module, start = (
+        ("", False, 1) if Path(argv[0]).name in _SCRIPTS else _interpreter(argv)
+    )
     program = argv[start - 1] if start <= len(argv) else ""
     script = None if is_module else start - 1
     name = re.sub(r"^-\w*?m(?=.)", "", program) if is_module else Path(program).name
     if name not in _PROGRAMS:
-        raise Refused(f"{shown(argv)} is no command that starts mlx_lm.server under the shim; {ACCEPTED}")
+        raise Refused(
+            f"{shown(argv)} is no command that starts mlx_lm.server under the shim; {ACCEPTED}"
+        )
     subcommand = _PROGRAMS[name]
     if subcommand is not None:
         if list(argv[start : start + 1]) != [subcommand]:

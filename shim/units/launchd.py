@@ -33,7 +33,9 @@ def made(unit: Unit) -> Made:
     if unit.user:
         plist["UserName"] = unit.user
     if unit.socket:
-        plist["Sockets"] = {SOCKET: {"SockNodeName": address(unit), "SockServiceName": str(unit.port)}}
+        plist["Sockets"] = {
+            SOCKET: {"SockNodeName": address(unit), "SockServiceName": str(unit.port)}
+        }
         environ[LAUNCHD_SOCKET] = SOCKET
     text = plistlib.dumps(plist, sort_keys=True).decode()
     return Made({f"{unit.name}.plist": text}, _advice(unit))
@@ -45,7 +47,9 @@ def _advice(unit: Unit) -> list[str]:
     else:
         domain, sudo, path = "gui/$(id -u)", "", f"$HOME/Library/LaunchAgents/{unit.name}.plist"
     job = f"{domain}/{shlex.quote(unit.name)}"
-    mode = f'{sudo}chmod 644 "{path}"' + (f' && sudo chown root:wheel "{path}"' if unit.user else "")
+    mode = f'{sudo}chmod 644 "{path}"' + (
+        f' && sudo chown root:wheel "{path}"' if unit.user else ""
+    )
     socket = [
         (
             "Sockets: launchd listens, and the server takes the socket over: who connects while the model is loaded again"

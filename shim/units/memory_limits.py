@@ -33,7 +33,10 @@ def limits(argv: Sequence[str], environ: Mapping[str, str], total: int | None) -
     else:
         advised = budget.recommended(total, size)
         if advised is None:
-            return Limits({}, f"no {' and no '.join(wanted)}: the model has {shown(size)}, which leaves too little")
+            return Limits(
+                {},
+                f"no {' and no '.join(wanted)}: the model has {shown(size)}, which leaves too little",
+            )
         chosen = {SOFT: budget.as_setting(advised.soft), HARD: budget.as_setting(advised.hard)}
         why = f"from a model of {shown(size)} and this machine's {shown(total)}"
     added = {name: chosen[name] for name in wanted}
@@ -65,7 +68,9 @@ def _beside(added: dict[str, str], environ: Mapping[str, str]) -> str:
         added[SOFT] = budget.as_setting(most)
         return f", held to {SOFT_OF_HARD:.0%} of the {other}={environ[other]} that is given"
     if name == HARD and computed <= given:
-        raise _LeftOut(f"no {HARD}: {added[HARD]}, which it would be, is not above the {other}={environ[other]} given")
+        raise _LeftOut(
+            f"no {HARD}: {added[HARD]}, which it would be, is not above the {other}={environ[other]} given"
+        )
     return ""
 
 
@@ -81,7 +86,9 @@ def _size(argv: Sequence[str], environ: Mapping[str, str]) -> int | None:
     """Bytes of the model and the draft model that the command names; None where one of them is not whole on this machine."""
     if option(argv, *MODEL) is None:
         return None
-    named = [found[1] for found in (option(argv, *MODEL), option(argv, *DRAFT)) if found is not None]
+    named = [
+        found[1] for found in (option(argv, *MODEL), option(argv, *DRAFT)) if found is not None
+    ]
     try:
         return sum(local_model.size(local_model.find(name, environ)) for name in named)
     except local_model.NotHere:

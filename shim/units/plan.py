@@ -57,5 +57,10 @@ def host_and_port(unit: Unit) -> str:
 
 def check_path(what: str, path: str) -> None:
     """Raise Refused for a path that cannot stand in every format."""
-    if not os.path.isabs(path) or not path.isprintable() or path != path.strip() or path.endswith("\\"):  # noqa: PTH117
+    if (
+        not os.path.isabs(path)
+        or not path.isprintable()
+        or path != path.strip()
+        or path.endswith("\\")
+    ):  # noqa: PTH117
         raise Refused(f"{what} {path!r} is not taken: accepted: an absolute path without newlines")

@@ -71,7 +71,9 @@ def validated(argv: Sequence[str], environ: Mapping[str, str], workdir: str, our
         python = _executable(first)
         flags = take_apart([python, *options, "-m", "mlx_lm.server"]).flags
     if deaf(flags):
-        raise Refused(f"{program} would run without the shim: {'; '.join(deaf(flags))}; leave that option away")
+        raise Refused(
+            f"{program} would run without the shim: {'; '.join(deaf(flags))}; leave that option away"
+        )
     server = Server([program, *argv[1:]], "", 0)
     if known.script:
         server.argv[known.script] = _script(argv[known.script])
@@ -85,10 +87,14 @@ def validated(argv: Sequence[str], environ: Mapping[str, str], workdir: str, our
 def _check_words(argv: Sequence[str]) -> None:
     for word in argv:
         if not word.isprintable():
-            raise Refused(f"{word[:60]!r} has a newline or another character that cannot be printed")
+            raise Refused(
+                f"{word[:60]!r} has a newline or another character that cannot be printed"
+            )
     if argv and re.fullmatch(r"[A-Za-z_]\w*=.*", argv[0]):
         name = argv[0].partition("=")[0]
-        raise Refused(f"{name}=... before the command is the shell's; give it as --env {name}=VALUE before the --")
+        raise Refused(
+            f"{name}=... before the command is the shell's; give it as --env {name}=VALUE before the --"
+        )
 
 
 def _executable(given: str) -> str:
@@ -97,7 +103,9 @@ def _executable(given: str) -> str:
     if found is None:
         raise Refused(f"{given!r} is not on PATH; give the program with its path")
     if not Path(found).exists():
-        raise Refused(f"{given!r} does not exist; give the interpreter of the environment that has mlx-lm")
+        raise Refused(
+            f"{given!r} does not exist; give the interpreter of the environment that has mlx-lm"
+        )
     if not os.access(found, os.X_OK) or Path(found).is_dir():
         raise Refused(f"{given!r} is no program that can be run")
     return absolute(found)
@@ -110,20 +118,32 @@ def _script(given: str) -> str:
     return path
 
 
-def _check_answer(server: Server, python: str, answer: dict[str, Any], ours: Path, known: Invocation) -> None:
+def _check_answer(
+    server: Server, python: str, answer: dict[str, Any], ours: Path, known: Invocation
+) -> None:
     missing = set(answer["missing"])
     if answer["version"] < _OLDEST:
         version = ".".join(map(str, answer["version"]))
-        raise Refused(f"{python} is Python {version}, which the shim leaves alone; 3.10 or newer is needed")
+        raise Refused(
+            f"{python} is Python {version}, which the shim leaves alone; 3.10 or newer is needed"
+        )
     if "mlx_lm" in missing:
-        raise Refused(f"{python} has no mlx_lm; give the interpreter of the environment that has it")
+        raise Refused(
+            f"{python} has no mlx_lm; give the interpreter of the environment that has it"
+        )
     if "shim" in missing and known.is_ours:
-        raise Refused(f"{python} has no shim; install mlx-lm-shim there, or give {python} -m mlx_lm server ...")
+        raise Refused(
+            f"{python} has no shim; install mlx-lm-shim there, or give {python} -m mlx_lm server ..."
+        )
     if "wrapt" in missing:
-        raise Refused(f"{python} has no wrapt, which most guards need: {python} -m pip install 'wrapt>=1.16,!=2.2.0'")
+        raise Refused(
+            f"{python} has no wrapt, which most guards need: {python} -m pip install 'wrapt>=1.16,!=2.2.0'"
+        )
     site = answer["sitecustomize"]
     if site is None or Path(site).resolve().parent != ours.resolve():
-        server.warnings.append(f"{python} finds the sitecustomize of {site or 'nobody'} first, not that of {ours}")
+        server.warnings.append(
+            f"{python} finds the sitecustomize of {site or 'nobody'} first, not that of {ours}"
+        )
 
 
 def _answer(python: str, environ: Mapping[str, str], workdir: str) -> dict[str, Any]:
@@ -134,7 +154,9 @@ def _answer(python: str, environ: Mapping[str, str], workdir: str) -> dict[str, 
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise Refused(f"{python} did not answer within {_ASK_LIMIT} s whether it has mlx_lm") from None
+        raise Refused(
+            f"{python} did not answer within {_ASK_LIMIT} s whether it has mlx_lm"
+        ) from None
     except OSError as error:
         raise Refused(f"{python} cannot be run in {workdir}: {error.strerror}") from None
     for line in child.stdout.decode(errors="replace").splitlines():
@@ -142,7 +164,9 @@ def _answer(python: str, environ: Mapping[str, str], workdir: str) -> dict[str, 
             answer: dict[str, Any] = json.loads(line.removeprefix(_MARK))
             return answer
     said = (child.stderr.decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
-    raise Refused(f"{python} is no Python that can run: status {child.returncode}, it said: {said[:200]}")
+    raise Refused(
+        f"{python} is no Python that can run: status {child.returncode}, it said: {said[:200]}"
+    )
 
 
 def _check_files(server: Server, known: Invocation, environ: Mapping[str, str]) -> None:
@@ -156,7 +180,9 @@ def _check_files(server: Server, known: Invocation, environ: Mapping[str, str]) 
         if found[1] and Path(path).exists():
             arguments = replaced(arguments, found[0], path)
         elif name == ADAPTER[0] or not _HUB_ID.fullmatch(found[1]):
-            raise Refused(f"{name} {found[1]!r} does not exist; accepted: a folder that is there, or an id of the hub")
+            raise Refused(
+                f"{name} {found[1]!r} does not exist; accepted: a folder that is there, or an id of the hub"
+            )
         elif local_model.in_cache(found[1], environ) is None:
             server.warnings.append(
                 f"{name} {found[1]} is not in the cache of the hub: it is downloaded at the first start, for as long"
@@ -164,7 +190,9 @@ def _check_files(server: Server, known: Invocation, environ: Mapping[str, str]) 
             )
     server.argv[known.start :] = arguments
     if option(arguments, *MODEL) is None and not known.is_ours:
-        server.warnings.append("no --model: the server loads what requests name, and is healthy without a model")
+        server.warnings.append(
+            "no --model: the server loads what requests name, and is healthy without a model"
+        )
 
 
 def _check_address(server: Server, known: Invocation) -> None:
@@ -173,7 +201,9 @@ def _check_address(server: Server, known: Invocation) -> None:
     server.host = host[1] if host else "127.0.0.1"
     given = port[1] if port else "8080"
     if not re.fullmatch(r"[0-9]{1,5}", given) or not 0 < int(given) <= _HIGHEST_PORT:
-        raise Refused(f"--port {given[:20]!r} is not a port that clients can know; accepted: 1 to {_HIGHEST_PORT}")
+        raise Refused(
+            f"--port {given[:20]!r} is not a port that clients can know; accepted: 1 to {_HIGHEST_PORT}"
+        )
     server.port = int(given)
     why = _why_not_free(server.host, server.port)
     if why:
@@ -183,7 +213,9 @@ def _check_address(server: Server, known: Invocation) -> None:
 def _why_not_free(host: str, port: int) -> str:
     """Why the server could not listen there now, or the empty string."""
     try:
-        kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        kind, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         with socket.socket(kind, socket.SOCK_STREAM) as asked:
             asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
             asked.bind(address)

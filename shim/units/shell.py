@@ -48,7 +48,9 @@ def _read(argv: list[str], *, must_be_shell: bool = False) -> tuple[str, list[st
     except (OSError, ValueError, IndexError):
         return None  # not here, or a program: what it does cannot be told
     shebang = text.splitlines()[0].removeprefix("#!").split() if text.startswith("#!") else []
-    if must_be_shell and (not any(Path(word).name in NAMES for word in shebang) or "'''exec'" in text):
+    if must_be_shell and (
+        not any(Path(word).name in NAMES for word in shebang) or "'''exec'" in text
+    ):
         return None  # a console script whose second line is an exec is no wrapper
     return text, argv
 
@@ -96,7 +98,9 @@ def look(text: str, arguments: Sequence[str]) -> Within | None:
         before = [step for step, _ in steps[:index] if _assigned(step, {})]
         within.fault = _fault(operator, execs, bool(before), index + 1 < len(steps))
         if not within.fault and not execs:
-            within.hint = "the shell stands between the supervisor and the server, unless it happens to exec"
+            within.hint = (
+                "the shell stands between the supervisor and the server, unless it happens to exec"
+            )
         return within
     return None
 
@@ -105,7 +109,9 @@ def _is_server(words: Sequence[str], arguments: Sequence[str]) -> bool:
     names = {Path(word).name for word in words}
     if names & _SERVERS or ("-m" in words and "shim" in words):
         return True
-    return "$@" in words and bool({Path(word).name for word in arguments} & _SERVERS or "shim" in arguments)
+    return "$@" in words and bool(
+        {Path(word).name for word in arguments} & _SERVERS or "shim" in arguments
+    )
 
 
 def _assigned(words: Sequence[str], environ: dict[str, str]) -> list[str]:
@@ -126,9 +132,7 @@ def _fault(operator: str, execs: bool, before: bool, after: bool) -> str:
     if operator.startswith("||"):
         return "what follows || swallows the server's status, so that the supervisor sees another"
     if operator.startswith("|"):
-        return (
-            "the status of a pipe is that of its last command, not the server's, and SIGTERM does not reach the server"
-        )
+        return "the status of a pipe is that of its last command, not the server's, and SIGTERM does not reach the server"
     if operator == "&":
         return "& puts the server into the background: the supervisor sees the shell end, and neither status nor signal"
     if execs:

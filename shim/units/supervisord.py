@@ -50,14 +50,20 @@ def made(unit: Unit) -> Made:
 def _word(word: str) -> str:
     """A word of the command: for shlex, with no comment begun in it, and % as supervisord wants it."""
     _refuse_here(word)
-    pieces = re.split(r"(?<=\s)(?=[;#])", word)  # white space before ; or # begins a comment, quoted or not
+    pieces = re.split(
+        r"(?<=\s)(?=[;#])", word
+    )  # white space before ; or # begins a comment, quoted or not
     return "".join(shlex.quote(piece) for piece in pieces).replace("%", "%%")
 
 
 def _pair(name: str, value: str) -> str:
     """NAME="VALUE", which knows no escapes and strips all quotes at both ends."""
     _refuse_here(value)
-    if value.strip("'\"") != value or ('"' in value and "'" in value) or re.search(r"\s[;#]", value):
+    if (
+        value.strip("'\"") != value
+        or ('"' in value and "'" in value)
+        or re.search(r"\s[;#]", value)
+    ):
         raise Refused(
             f"the value of {name} cannot be written for supervisord: no quotes at its ends, not both kinds of quotes, and"
             " no ; or # after a space"
@@ -69,7 +75,9 @@ def _pair(name: str, value: str) -> str:
 def _path(path: str) -> str:
     _refuse_here(path)
     if re.search(r"\s[;#]", path):
-        raise Refused(f"{path!r} cannot be written for supervisord: ; or # after a space begins a comment there")
+        raise Refused(
+            f"{path!r} cannot be written for supervisord: ; or # after a space begins a comment there"
+        )
     return path.replace("%", "%%")
 
 

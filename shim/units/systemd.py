@@ -37,10 +37,17 @@ def _service(unit: Unit) -> str:
         f"Type={'notify' if unit.notify else 'exec'}",
         *(notify if unit.notify else []),
         "ExecStart=" + " ".join(quoted(word).replace("$", "$$") for word in unit.argv),
-        *(f"Environment={quoted(f'{name}={value}')}" for name, value in sorted(unit.environ.items())),
+        *(
+            f"Environment={quoted(f'{name}={value}')}"
+            for name, value in sorted(unit.environ.items())
+        ),
         f"WorkingDirectory={percent(unit.workdir)}",
         *([f"User={unit.user}"] if unit.user else []),
-        *([f"StandardOutput=append:{percent(unit.log)}", "StandardError=inherit"] if unit.log else []),
+        *(
+            [f"StandardOutput=append:{percent(unit.log)}", "StandardError=inherit"]
+            if unit.log
+            else []
+        ),
         "Restart=always",
         "RestartSec=1",
         "KillSignal=SIGTERM",
@@ -86,7 +93,9 @@ def _advice(unit: Unit) -> list[str]:
     folder = "/etc/systemd/system" if unit.user else "~/.config/systemd/user"
     units = f"{unit.name}.socket {unit.name}.service" if unit.socket else f"{unit.name}.service"
     linger = "a unit of your own ends when you log out, unless: loginctl enable-linger"
-    notify = "Type=notify: started means that the model answers; a death is noticed by the watchdog too."
+    notify = (
+        "Type=notify: started means that the model answers; a death is noticed by the watchdog too."
+    )
     return [
         f"save it in {folder}, then:",
         f"  {sudo}systemctl{user} daemon-reload",

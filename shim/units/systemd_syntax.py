@@ -12,7 +12,9 @@ _UNITS = {
     "d": 86400.0, "day": 86400.0, "days": 86400.0,
 }  # fmt: skip
 _ESCAPES = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "s": " "}
-_TOKEN = re.compile(r"""\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[0-7]{3}|.)|"|'|\s+|[^\\"'\s]+""", re.DOTALL)
+_TOKEN = re.compile(
+    r"""\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[0-7]{3}|.)|"|'|\s+|[^\\"'\s]+""", re.DOTALL
+)
 
 
 @dataclass
@@ -36,7 +38,11 @@ class Entries:
 
     def at(self, section: str, key: str) -> str:
         held = self.get(section, key)
-        return f"line {held[-1][1]}: [{section}] {key}" if held else f"[{section}] {key}, which is missing"
+        return (
+            f"line {held[-1][1]}: [{section}] {key}"
+            if held
+            else f"[{section}] {key}, which is missing"
+        )
 
 
 def parse(text: str) -> Entries:

@@ -52,7 +52,12 @@ class Stock:
 
     def _ending(self, server: Server) -> str:
         try:
-            served = server.post({"prompt": "still there?", "max_tokens": 1, "seed": 1}, timeout=PATIENCE)[0] == 200
+            served = (
+                server.post(
+                    {"prompt": "still there?", "max_tokens": 1, "seed": 1}, timeout=PATIENCE
+                )[0]
+                == 200
+            )
         except (OSError, http.client.HTTPException):
             served = False
         if served:

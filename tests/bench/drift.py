@@ -23,9 +23,13 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("line", nargs="*", default=LINES)
 parser.add_argument("--name", default="", help="only names with this in them")
 parser.add_argument("--kind", choices=mutate.KINDS, action="append", help="only this kind")
-parser.add_argument("--log", action="store_true", help="the log of each case that is not as it should be")
+parser.add_argument(
+    "--log", action="store_true", help="the log of each case that is not as it should be"
+)
 parser.add_argument("--heart", action="store_true", help="only the names of the heart")
-parser.add_argument("--stock", action="store_true", help="without the shim: only whether the changed server serves")
+parser.add_argument(
+    "--stock", action="store_true", help="without the shim: only whether the changed server serves"
+)
 given = parser.parse_args()
 
 rows = []
@@ -38,14 +42,18 @@ for line in given.line:
         bench = cases.Bench(line, folder)
         try:
             run = bench.serves if given.stock else bench.run
-            rows += bench.run_all([case for case in wanted if given.name in f"{case[0]}.{case[1]}"], run)
+            rows += bench.run_all(
+                [case for case in wanted if given.name in f"{case[0]}.{case[1]}"], run
+            )
             if not sys.argv[1:]:
                 rows += [row for row in bench.run_each(ATTRIBUTES) if row is not None]
         finally:
             bench.close()
 wrong = [row for row in rows if row.wrong]
 print(report.table(rows))
-print(f"\n{len(rows)} cases, {len(wrong)} not as they should be, {time.monotonic() - begun:.0f} s\n")
+print(
+    f"\n{len(rows)} cases, {len(wrong)} not as they should be, {time.monotonic() - begun:.0f} s\n"
+)
 for row in wrong:
     print("*", row)
     if given.log:

@@ -52,7 +52,11 @@ def run(line: str, model: Path, folder: Path, examples: settings) -> None:
 def main() -> None:
     count = int(sys.argv[1]) if sys.argv[1:] else 5000
     examples = settings(
-        max_examples=count, database=None, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+        max_examples=count,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
     )
     with tempfile.TemporaryDirectory() as scratch:
         model = tiny_model.make(Path(scratch) / "model")

@@ -24,7 +24,9 @@ def guarded(folder: Path, model: FaultyModel, deaths: int, *, hand_over: bool) -
     with headline.Supervised(NEWEST, model, folder, hand_over=hand_over) as server:
         server.ready()
         crowd = headline.Crowd(server.port)
-        times = headline.endure(server, crowd, [(KILLS, RAISES, STALLS)[n % 3] for n in range(deaths)])
+        times = headline.endure(
+            server, crowd, [(KILLS, RAISES, STALLS)[n % 3] for n in range(deaths)]
+        )
         hung = crowd.leave()
         print(f"\nthe shim, {'with' if hand_over else 'without'} the socket handed over")
         print(headline.table(times))
@@ -32,7 +34,9 @@ def guarded(folder: Path, model: FaultyModel, deaths: int, *, hand_over: bool) -
 
 
 def stock(folder: Path, model: FaultyModel, seconds: float) -> None:
-    with headline.Supervised(NEWEST, model, folder, hand_over=False, environ={"MLX_SHIM": "0"}) as server:
+    with headline.Supervised(
+        NEWEST, model, folder, hand_over=False, environ={"MLX_SHIM": "0"}
+    ) as server:
         server.ready()
         crowd = headline.Crowd(server.port)
         crowd.settle()
@@ -42,7 +46,11 @@ def stock(folder: Path, model: FaultyModel, seconds: float) -> None:
         time.sleep(seconds)
         answered = crowd.answered_since(died)
         print(f"\nstock, watched for {seconds:g} s after one death")
-        print(f"answered again after {answered - died:.1f} s" if answered else "nobody was answered any more")
+        print(
+            f"answered again after {answered - died:.1f} s"
+            if answered
+            else "nobody was answered any more"
+        )
         waiting = sum(client.thread.is_alive() and not client.errors for client in crowd.clients)
         say(crowd, waiting, 1)
 
@@ -50,8 +58,13 @@ def stock(folder: Path, model: FaultyModel, seconds: float) -> None:
 def say(crowd: headline.Crowd, hung: int, deaths: int) -> None:
     kinds = sorted({type(error).__name__ for error in crowd.errors})
     longest = max(client.longest for client in crowd.clients)
-    print(f"{deaths} deaths, {crowd.answers} answers, {len(crowd.errors)} errors {kinds or ''}, {hung} still waiting;")
-    print(f"the longest request took {longest:.1f} s; {crowd.refused} of {crowd.probes} probes refused", flush=True)
+    print(
+        f"{deaths} deaths, {crowd.answers} answers, {len(crowd.errors)} errors {kinds or ''}, {hung} still waiting;"
+    )
+    print(
+        f"the longest request took {longest:.1f} s; {crowd.refused} of {crowd.probes} probes refused",
+        flush=True,
+    )
 
 
 def main() -> None:

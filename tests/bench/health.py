@@ -32,7 +32,11 @@ def main() -> None:
             times: dict[str, list[float]] = {"stock": [], "ours": []}
             for server in (stock, ours):
                 server.ready()
-            streams = [Stream(s, {"prompt": f"{n} x", "max_tokens": 20_000}) for n in range(64) for s in (stock, ours)]
+            streams = [
+                Stream(s, {"prompt": f"{n} x", "max_tokens": 20_000})
+                for n in range(64)
+                for s in (stock, ours)
+            ]
             time.sleep(5)
             for _ in range(asks):
                 for name, server in (("stock", stock), ("ours", ours)):
@@ -42,8 +46,12 @@ def main() -> None:
             alive = sum(stream.thread.is_alive() for stream in streams)
             for name, column in times.items():
                 column.sort()
-                print(f"{name:6} p50 {column[asks // 2] * 1e3:7.1f} ms, p99 {column[asks * 99 // 100] * 1e3:7.1f} ms")
-            print(f"ratio of the p99s {times['ours'][asks * 99 // 100] / times['stock'][asks * 99 // 100]:.2f}")
+                print(
+                    f"{name:6} p50 {column[asks // 2] * 1e3:7.1f} ms, p99 {column[asks * 99 // 100] * 1e3:7.1f} ms"
+                )
+            print(
+                f"ratio of the p99s {times['ours'][asks * 99 // 100] / times['stock'][asks * 99 // 100]:.2f}"
+            )
             print(f"{alive} of {len(streams)} streams still open at the end")
 
 

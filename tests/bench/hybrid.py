@@ -18,7 +18,12 @@ from kit.harness import LINES, NEWEST, REPO, clean_environ, python_of
 
 FAMILIES = ("qwen3_next", "mamba2", "nemotron_h")
 CAP = 499_000  # live Metal buffers
-LAYERS = {"18 linear layers": 18, "Qwen3-Next-80B-A3B, 36": 36, "Qwen3.5, 48": 48, "mamba2-2.7b, 64": 64}
+LAYERS = {
+    "18 linear layers": 18,
+    "Qwen3-Next-80B-A3B, 36": 36,
+    "Qwen3.5, 48": 48,
+    "mamba2-2.7b, 64": 64,
+}
 OFF = {"MLX_SHIM_LEAKING_ADVANCE": "0", "MLX_SHIM_LEAKING_OFFSET": "0"}
 
 DECODE = """
@@ -41,7 +46,9 @@ print(json.dumps((time.perf_counter() - start) / tokens))
 
 def once(line: str, family: str, environ: dict[str, str]) -> float:
     command = [python_of(line), "-c", DECODE, str(ROOT / "tests"), family]
-    out = subprocess.run(command, capture_output=True, check=True, env=clean_environ(PYTHONPATH=str(REPO), **environ))
+    out = subprocess.run(
+        command, capture_output=True, check=True, env=clean_environ(PYTHONPATH=str(REPO), **environ)
+    )
     return float(json.loads(out.stdout))
 
 

@@ -41,7 +41,9 @@ def main() -> None:
         times.append((stock, ours))
     base, with_ledger = (statistics.median(column) for column in zip(*times, strict=True))
     extra = statistics.median(b - a for a, b in times)
-    print(f"put, median of {pairs} pairs of {TOKENS}: queue.Queue {base * 1e9:.0f} ns, ours {with_ledger * 1e9:.0f} ns")
+    print(
+        f"put, median of {pairs} pairs of {TOKENS}: queue.Queue {base * 1e9:.0f} ns, ours {with_ledger * 1e9:.0f} ns"
+    )
     print(f"the ledger adds {extra * 1e9:.0f} ns a token; ratio {with_ledger / base:.2f}")
 
 

@@ -46,7 +46,10 @@ def environments(only: list[str]) -> tuple[dict[Pair, str], list[str]]:
 
 
 def run(pythons: dict[Pair, str], folder: Path) -> list[Row]:
-    rows = {pair: Row(pair, releases.contents(python)[1], ask_doctor(python)) for pair, python in pythons.items()}
+    rows = {
+        pair: Row(pair, releases.contents(python)[1], ask_doctor(python))
+        for pair, python in pythons.items()
+    }
 
     def job(name: str, pair: Pair, side: str, scenario: Scenario, stage: Stage) -> None:
         seen = scenario.play(stage)
@@ -54,7 +57,9 @@ def run(pythons: dict[Pair, str], folder: Path) -> list[Row]:
         print(f"{pair} {side:5} {name}: {seen}", file=sys.stderr, flush=True)
 
     jobs = []
-    for (name, scenario), pair, side in itertools.product(SCENARIOS.items(), pythons, ("stock", "shim")):
+    for (name, scenario), pair, side in itertools.product(
+        SCENARIOS.items(), pythons, ("stock", "shim")
+    ):
         where = folder / str(pair) / side / name.replace(" ", "-")
         stage = scenario.stage(pythons[pair], where, guarded=side == "shim")
         jobs.append((name, pair, side, scenario, stage))

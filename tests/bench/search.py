@@ -32,7 +32,9 @@ print(json.dumps(time.perf_counter() - start))
 
 def once(line: str, tokens: int, environ: dict[str, str]) -> float:
     command = [python_of(line), "-c", SEARCH, str(tokens)]
-    out = subprocess.run(command, capture_output=True, check=True, env=clean_environ(PYTHONPATH=str(REPO), **environ))
+    out = subprocess.run(
+        command, capture_output=True, check=True, env=clean_environ(PYTHONPATH=str(REPO), **environ)
+    )
     return float(json.loads(out.stdout))
 
 

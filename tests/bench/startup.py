@@ -23,15 +23,22 @@ def once(environ: dict[str, str]) -> float:
 
 def main() -> None:
     pairs = int(sys.argv[1]) if sys.argv[1:] else 40
-    without = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
+    without = {
+        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+    }
     under = without | {"PYTHONPATH": str(REPO)}
     # The fair comparison: PYTHONPATH names a folder either way, since one more folder costs every import a look.
     empty = without | {"PYTHONPATH": str(REPO / "docs")}
     for environ in (empty, under, empty, under):
         once(environ)  # the byte code is compiled, the files are in memory
-    times = [(once(empty), once(under)) if n % 2 else (once(under), once(empty))[::-1] for n in range(pairs)]
+    times = [
+        (once(empty), once(under)) if n % 2 else (once(under), once(empty))[::-1]
+        for n in range(pairs)
+    ]
     base, ours = (statistics.median(column) for column in zip(*times, strict=True))
-    print(f"python -c pass, median of {pairs} pairs: without {base * 1e3:.2f} ms, with {ours * 1e3:.2f} ms")
+    print(
+        f"python -c pass, median of {pairs} pairs: without {base * 1e3:.2f} ms, with {ours * 1e3:.2f} ms"
+    )
     difference = statistics.median(b - a for a, b in times)
     print(f"median of the paired differences {difference * 1e3:+.2f} ms; ratio {ours / base:.3f}")
 

@@ -64,7 +64,9 @@ KILLERS = [
     text("logit_bias far beyond", BOTH, logit_bias={"100000000000000": 1.0}),
     text("logit_bias of 2**70", BOTH, logit_bias={str(2**70): 1.0}),
     text("logit_bias negative", (), logit_bias={"-999999": 1.0}),
-    text("repetition_context_size 2**40", BOTH, repetition_penalty=1.1, repetition_context_size=2**40),
+    text(
+        "repetition_context_size 2**40", BOTH, repetition_penalty=1.1, repetition_context_size=2**40
+    ),
     text("presence_context_size 2**80", BOTH, presence_penalty=1.0, presence_context_size=2**80),
     text("frequency_context_size 2**40", BOTH, frequency_penalty=1.0, frequency_context_size=2**40),
     text("min_p NaN", BOTH, **HOT, min_p=float("nan"), param=None),
@@ -114,7 +116,12 @@ OTHERS = [
     text("logit_bias 1e30", (), logit_bias={"1": 1e30}, param="logit_bias[1]"),
     Case("two million lists", b'{"prompt": "x", "x": [' + b"[]," * 2_000_000 + b"[]]}"),
     Case("a key of 300,000 characters", {"prompt": "x", "k" * 300_000: "\ud800"}, "k" * 60),
-    text("include_usage string", (), stream_options={"include_usage": "yes"}, param="stream_options.include_usage"),
+    text(
+        "include_usage string",
+        (),
+        stream_options={"include_usage": "yes"},
+        param="stream_options.include_usage",
+    ),
     text("model number", (), model=1),
     text("model null", (), model=None),
     text("draft_model list", (), draft_model=["a"]),
@@ -132,7 +139,11 @@ OTHERS = [
     chat("role number", [{"role": 1, "content": "x"}], "messages[0].role"),
     chat("content number", [{"role": "user", "content": 1}], "messages[0].content"),
     chat("content of strings", [{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
-    chat("part without text", [{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+    chat(
+        "part without text",
+        [{"role": "user", "content": [{"type": "text"}]}],
+        "messages[0].content[0].text",
+    ),
     chat("part of an unknown type", [{"role": "user", "content": [{"type": "audio"}]}], None),
     chat("tool_calls string", [{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
     chat(
@@ -145,7 +156,12 @@ OTHERS = [
     chat("tools of strings", USER, "tools[0]", tools=["x"]),
     chat("role_mapping list", USER, "role_mapping", role_mapping=["x"]),
     chat("chat_template_kwargs list", USER, "chat_template_kwargs", chat_template_kwargs=["x"]),
-    chat("template of the client", USER, "chat_template_kwargs", chat_template_kwargs={"chat_template": "x"}),
+    chat(
+        "template of the client",
+        USER,
+        "chat_template_kwargs",
+        chat_template_kwargs={"chat_template": "x"},
+    ),
     chat("tokenize false", USER, "chat_template_kwargs", chat_template_kwargs={"tokenize": False}),
     chat("return_dict", USER, "chat_template_kwargs", chat_template_kwargs={"return_dict": True}),
     Case("no JSON", b"{", None),

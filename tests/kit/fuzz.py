@@ -26,22 +26,43 @@ scalars = st.one_of(
 )  # fmt: skip
 anything = st.recursive(
     scalars,
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 words = st.text(st.sampled_from(string.ascii_letters + " éß漢😀\n"), min_size=1, max_size=12)
 parts = st.one_of(
     words.map(lambda text: {"type": "text", "text": text}),
-    st.sampled_from([{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}, {"type": "text"}, {}]),
+    st.sampled_from(
+        [
+            {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}},
+            {"type": "text"},
+            {},
+        ]
+    ),
     anything,
 )
 calls = st.sampled_from(
-    [None, [], [{"function": {"name": "f", "arguments": "{}"}}], [{"function": {"arguments": "{"}}], "x", [1], [{}]]
+    [
+        None,
+        [],
+        [{"function": {"name": "f", "arguments": "{}"}}],
+        [{"function": {"arguments": "{"}}],
+        "x",
+        [1],
+        [{}],
+    ]
 )
 messages = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "system", "assistant", "tool"]), "content": st.one_of(words, words, st.none())},
+    {
+        "role": st.sampled_from(["user", "system", "assistant", "tool"]),
+        "content": st.one_of(words, words, st.none()),
+    },
     optional={"tool_calls": calls},
-) | st.fixed_dictionaries({"role": words | anything, "content": st.lists(parts, max_size=2) | anything})
+) | st.fixed_dictionaries(
+    {"role": words | anything, "content": st.lists(parts, max_size=2) | anything}
+)
 
 
 def field(*good: Any) -> st.SearchStrategy[Any]:
@@ -88,12 +109,16 @@ def bodies(draw: Any) -> tuple[str, bytes]:
         case = draw(st.sampled_from(CASES))
         return case.path, case.raw
     body = draw(st.fixed_dictionaries({}, optional={name: _fields[name] for name in draw(_names)}))
-    body["max_tokens"] = draw(st.one_of(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 3]), scalars.filter(_small)))
+    body["max_tokens"] = draw(
+        st.one_of(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 3]), scalars.filter(_small))
+    )
     path = draw(st.sampled_from(PATHS))
     if path == PATHS[0]:
         body["prompt"] = draw(st.one_of(words, words, words, anything))
     else:
-        body["messages"] = draw(st.one_of(*[st.lists(messages, min_size=1, max_size=3)] * 3, anything))
+        body["messages"] = draw(
+            st.one_of(*[st.lists(messages, min_size=1, max_size=3)] * 3, anything)
+        )
     return path, json.dumps(body).encode()
 
 
@@ -166,15 +191,30 @@ class Beside:
     def __exit__(self, *failed: object) -> None:
         self._over.set()
         self._thread.join(90)
-        assert failed[0] is not None or not self._wrong, f"{self._wrong[0]} instead of {self._wanted}"
+        assert failed[0] is not None or not self._wrong, (
+            f"{self._wrong[0]} instead of {self._wanted}"
+        )
 
 
 # Pieces of a request as it goes over the wire.
-methods = st.sampled_from(["POST", "POST", "POST", "GET", "OPTIONS", "HEAD", "PUT", "post", "", "P\x00ST", "X" * 300])
-targets = st.sampled_from(
-    [*PATHS, *PATHS, "/health", "/v1/models", "/", "", "http://x/v1/completions", "/" + "a" * 70_000]
+methods = st.sampled_from(
+    ["POST", "POST", "POST", "GET", "OPTIONS", "HEAD", "PUT", "post", "", "P\x00ST", "X" * 300]
 )
-versions = st.sampled_from(["HTTP/1.1", "HTTP/1.1", "HTTP/1.0", "HTTP/0.9", "HTTP/2.0", "HTTP/9", "", "X"])
+targets = st.sampled_from(
+    [
+        *PATHS,
+        *PATHS,
+        "/health",
+        "/v1/models",
+        "/",
+        "",
+        "http://x/v1/completions",
+        "/" + "a" * 70_000,
+    ]
+)
+versions = st.sampled_from(
+    ["HTTP/1.1", "HTTP/1.1", "HTTP/1.0", "HTTP/0.9", "HTTP/2.0", "HTTP/9", "", "X"]
+)
 lines = st.sampled_from(
     [
         b"Host: x", b"Connection: keep-alive", b"Connection: close", b"Transfer-Encoding: chunked", b"Content-Length: 3",
@@ -189,7 +229,9 @@ def wires(draw: Any) -> tuple[list[bytes], bool]:
     """Pieces to send one after the other, and whether the sending half is then closed."""
     body = draw(st.one_of(bodies().map(lambda item: item[1]), st.binary(max_size=200)))
     claimed = len(body) + draw(st.sampled_from([0, 0, 0, 0, 1, -1, 100, -len(body)]))
-    length = draw(st.sampled_from([f"Content-Length: {claimed}".encode()] * 6 + [b"Content-Length: x"]))
+    length = draw(
+        st.sampled_from([f"Content-Length: {claimed}".encode()] * 6 + [b"Content-Length: x"])
+    )
     fields = draw(st.lists(lines, max_size=3)) * draw(st.sampled_from([1, 1, 1, 60]))
     start = " ".join([draw(methods), draw(targets), draw(versions)]).encode()
     head = b"\r\n".join([start, *fields, length, b"", b""])
@@ -197,9 +239,13 @@ def wires(draw: Any) -> tuple[list[bytes], bool]:
         at = draw(st.integers(0, len(head) - 1))
         head = head[:at] + bytes([draw(st.integers(0, 255))]) + head[at + 1 :]
     whole = (head + body) * draw(st.sampled_from([1, 1, 1, 2]))  # pipelined
-    whole = whole[: draw(st.sampled_from([len(whole)] * 3 + [len(whole) // 2, len(head) - 2, len(head)]))]
+    whole = whole[
+        : draw(st.sampled_from([len(whole)] * 3 + [len(whole) // 2, len(head) - 2, len(head)]))
+    ]
     cuts = sorted(draw(st.lists(st.integers(0, len(whole)), max_size=3)))
-    return [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)], draw(st.booleans())
+    return [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)], draw(
+        st.booleans()
+    )
 
 
 def judge_wire(server: Server, pieces: list[bytes], half_close: bool, patience: float) -> bytes:
@@ -215,11 +261,25 @@ def judge_wire(server: Server, pieces: list[bytes], half_close: bool, patience: 
             while piece := s.recv(65536):
                 answer += piece
         except TimeoutError:
-            raise AssertionError(f"{shown}: still open after {patience} s, answered {answer[:300]!r}") from None
+            raise AssertionError(
+                f"{shown}: still open after {patience} s, answered {answer[:300]!r}"
+            ) from None
         except OSError:
             pass  # it has hung up on what we still send
     if answer.startswith(b"HTTP/"):
         status = int(answer.split(None, 2)[1])
-        allowed = status in {200, 204, 400, 404, 408, 411, 413, 414, 431, 501, 505}  # 501, 505: http.server's own
+        allowed = status in {
+            200,
+            204,
+            400,
+            404,
+            408,
+            411,
+            413,
+            414,
+            431,
+            501,
+            505,
+        }  # 501, 505: http.server's own
         assert allowed, f"{shown}: {answer[:600]!r}\n{server.text()[-2000:]}"
     return answer

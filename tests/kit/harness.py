@@ -22,7 +22,10 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 VENVS = Path(os.environ.get("MLX_LM_SHIM_TEST_VENVS", REPO / ".venvs"))
-LINES = ("0.31.3", "0.32.2")  # the two lines of mlx-lm in use; tests/run.py makes an environment for each
+LINES = (
+    "0.31.3",
+    "0.32.2",
+)  # the two lines of mlx-lm in use; tests/run.py makes an environment for each
 NEWEST = LINES[-1]
 
 # Generous: what a start or an answer may take on a busy two-core machine. A bound, not a measurement.
@@ -49,7 +52,11 @@ def python_of(line: str) -> str:
 
 def clean_environ(**more: str | None) -> dict[str, str]:
     """The environment without PYTHONPATH and MLX_SHIM*, offline, plus `more`; None removes a name."""
-    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith(("MLX_SHIM", "PYTEST_"))}
+    environ = {
+        k: v
+        for k, v in os.environ.items()
+        if k != "PYTHONPATH" and not k.startswith(("MLX_SHIM", "PYTEST_"))
+    }
     environ |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | always
     for name, value in more.items():
         environ.pop(name, None)
@@ -122,7 +129,11 @@ class Server:
         self.log = log
         self.line = line
         self.sockets: list[socket.socket] = []
-        program = (python_of(line), *entry) if entry[0].startswith("-") or entry[0].endswith(".py") else entry
+        program = (
+            (python_of(line), *entry)
+            if entry[0].startswith("-") or entry[0].endswith(".py")
+            else entry
+        )
         command = [*prefix, *program, "--port", str(self.port), *args]
         if model is not None:
             command += ["--model", str(model)]
@@ -161,7 +172,9 @@ class Server:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still alive after {timeout} s; its log:\n{self.text()[-4000:]}") from None
+            raise AssertionError(
+                f"still alive after {timeout} s; its log:\n{self.text()[-4000:]}"
+            ) from None
 
     def ready(self) -> Server:
         """Wait until the model answers."""
@@ -170,7 +183,9 @@ class Server:
 
     def _answers(self) -> bool:
         if not self.alive:
-            raise AssertionError(f"exited with {self.process.returncode}; its log:\n{self.text()[-4000:]}")
+            raise AssertionError(
+                f"exited with {self.process.returncode}; its log:\n{self.text()[-4000:]}"
+            )
         try:
             return self.post({"prompt": "x", "max_tokens": 1})[0] == 200
         except (OSError, http.client.HTTPException):
@@ -179,12 +194,16 @@ class Server:
     def connect(self, timeout: float = ANSWER) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
 
-    def post(self, body: Any, path: str = "/v1/completions", timeout: float = ANSWER) -> tuple[int, Any]:
+    def post(
+        self, body: Any, path: str = "/v1/completions", timeout: float = ANSWER
+    ) -> tuple[int, Any]:
         """(status, parsed body or text). OSError or http.client.HTTPException where no whole answer came."""
         connection = self.connect(timeout)
         try:
             raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request("POST", path, raw, {"Content-Type": "application/json"} | self.headers)
+            connection.request(
+                "POST", path, raw, {"Content-Type": "application/json"} | self.headers
+            )
             answer = connection.getresponse()
             text = answer.read().decode(errors="replace")
         finally:
@@ -211,9 +230,7 @@ class Server:
         """Send a request and return its socket, without waiting for the answer; it stays open with the server object."""
         raw = json.dumps(body).encode()
         s = socket.create_connection(("127.0.0.1", self.port), timeout=ANSWER)
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
-        )
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
         s.sendall(head.encode() + raw)
         self.sockets.append(s)
         return s
@@ -236,7 +253,12 @@ class Kept(Server):
         self.port, self.log, self.line = port, log, line
         with log.open("ab") as out:
             self.process = subprocess.Popen(
-                command, env=clean_environ(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                command,
+                env=clean_environ(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
 
     def __exit__(self, *_: object) -> None:

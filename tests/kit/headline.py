@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from kit.harness import KILLER, NEWEST, REPO, VENVS, Inconclusive, Kept, clean_environ, free_port, python_of, wait_until
+from kit.harness import (
+    KILLER,
+    NEWEST,
+    REPO,
+    VENVS,
+    Inconclusive,
+    Kept,
+    clean_environ,
+    free_port,
+    python_of,
+    wait_until,
+)
 
 RAISES, STALLS, KILLS = "RuntimeError", "sleep", "request"  # how a server is brought to die
 CLIENTS = 8
@@ -34,16 +45,35 @@ ENVIRON = {
 
 def recipe(marker: str, page: str = "supervision.md") -> str:
     """The block of the documentation that holds `marker`."""
-    blocks = re.findall(r"^```\w*\n(.*?)^```$", (REPO / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```\w*\n(.*?)^```$", (REPO / "docs" / page).read_text(), re.DOTALL | re.MULTILINE
+    )
     (found,) = [block for block in blocks if marker in block]
     return found
 
 
 def configuration(
-    folder: Path, line: str, model: Any, port: int, log: Path, *, hand_over: bool, environ: dict[str, str]
+    folder: Path,
+    line: str,
+    model: Any,
+    port: int,
+    log: Path,
+    *,
+    hand_over: bool,
+    environ: dict[str, str],
 ) -> str:
     """What supervisord reads: a unit as `python -m shim supervisord` prints it, `environ` in it."""
-    command = [python_of(line), "-m", "mlx_lm", "server", "--model", str(model.path), "--port", str(port), *model.args]
+    command = [
+        python_of(line),
+        "-m",
+        "mlx_lm",
+        "server",
+        "--model",
+        str(model.path),
+        "--port",
+        str(port),
+        *model.args,
+    ]
     options = ["--log", str(log), *(["--socket"] if hand_over else [])]
     unit = subprocess.run(
         [python_of(NEWEST), "-m", "shim", "supervisord", *options, "--", *command], cwd=REPO, env=clean_environ(**environ),
@@ -55,14 +85,24 @@ def configuration(
 class Supervised(Kept):
     """The server as supervisord's child, with the socket handed over or without."""
 
-    def __init__(self, line: str, model: Any, folder: Path, *, hand_over: bool, environ: dict[str, str] | None = None):
+    def __init__(
+        self,
+        line: str,
+        model: Any,
+        folder: Path,
+        *,
+        hand_over: bool,
+        environ: dict[str, str] | None = None,
+    ):
         folder.mkdir()
         self.sockets, self.port, self.line = [], free_port(), line
         self.model = model
         self.log = folder / "log"
         config = folder / "conf"
         environ = ENVIRON | (environ or {})
-        unit = configuration(folder, line, model, self.port, self.log, hand_over=hand_over, environ=environ)
+        unit = configuration(
+            folder, line, model, self.port, self.log, hand_over=hand_over, environ=environ
+        )
         config.write_text(self.configure(unit))
         command = [str(VENVS / NEWEST / "bin" / "supervisord"), "-c", str(config)]
         with (folder / "out").open("ab") as out:
@@ -98,7 +138,10 @@ class Client:
         self.longest = 0.0  # seconds a request took, its retries included
         self.errors: list[Exception] = []
         self._client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=retries, timeout=PATIENCE
+            base_url=f"http://127.0.0.1:{port}/v1",
+            api_key="none",
+            max_retries=retries,
+            timeout=PATIENCE,
         )
         self._stop, self._number = stop, number
         self.thread = threading.Thread(target=self._ask, daemon=True)
@@ -109,7 +152,9 @@ class Client:
             begun = time.monotonic()
             prompt = f"{self._number} {len(self.answers)}"
             try:
-                done = self._client.completions.create(model="default_model", prompt=prompt, max_tokens=10)
+                done = self._client.completions.create(
+                    model="default_model", prompt=prompt, max_tokens=10
+                )
                 assert done.usage and done.usage.completion_tokens == 10, done
                 self.answers.append(time.monotonic())
             except (openai.OpenAIError, AssertionError) as error:
@@ -139,7 +184,10 @@ class Crowd:
 
     def answered_since(self, when: float) -> float | None:
         """When the first answer after that came."""
-        return min((at for client in self.clients for at in list(client.answers)[-50:] if at > when), default=None)
+        return min(
+            (at for client in self.clients for at in list(client.answers)[-50:] if at > when),
+            default=None,
+        )
 
     def settle(self) -> None:
         """Wait until each has had an answer from the server that lives now."""
@@ -179,7 +227,9 @@ def endure(server: Supervised, crowd: Crowd, kinds: list[str]) -> dict[str, list
             raise Inconclusive(f"no death by {kind}: {server.text()[-3000:]}")
         died = time.monotonic()
         last_words = died + 0.2  # what it had answered before may just have arrived
-        assert wait_until(lambda since=last_words: crowd.answered_since(since), PATIENCE, 0.01), crowd.errors
+        assert wait_until(lambda since=last_words: crowd.answered_since(since), PATIENCE, 0.01), (
+            crowd.errors
+        )
         times.setdefault(kind, []).append((crowd.answered_since(last_words) or 0) - died)
     crowd.settle()
     return times
@@ -190,5 +240,7 @@ def table(times: dict[str, list[float]]) -> str:
     rows = ["| death by | deaths | median | max |", "|---|---|---|---|"]
     every = [seconds for column in times.values() for seconds in column]
     for kind, column in {**times, "all": every}.items():
-        rows.append(f"| {kind} | {len(column)} | {statistics.median(column):.1f} s | {max(column):.1f} s |")
+        rows.append(
+            f"| {kind} | {len(column)} | {statistics.median(column):.1f} s | {max(column):.1f} s |"
+        )
     return "\n".join(rows)

@@ -9,7 +9,14 @@ import threading
 
 def whole(body: bytes, *more: str, status: str = "200 OK", kind: str = "image/png") -> bytes:
     """An answer as it should be."""
-    lines = (f"HTTP/1.1 {status}", f"Content-Type: {kind}", f"Content-Length: {len(body)}", *more, "", "")
+    lines = (
+        f"HTTP/1.1 {status}",
+        f"Content-Type: {kind}",
+        f"Content-Length: {len(body)}",
+        *more,
+        "",
+        "",
+    )
     return "\r\n".join(lines).encode() + body
 
 
@@ -25,7 +32,9 @@ class Listener:
         self.heads: list[str] = []
         self.connections = 0
         self.closed = threading.Event()
-        self.socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.socket = socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
         self.port = self.socket.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 

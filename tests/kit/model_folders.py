@@ -52,7 +52,9 @@ class Folders:
         header = json.loads(raw[8 : 8 + length])
         header["no.such.weight"] = header.pop("model.norm.weight")
         encoded = json.dumps(header).encode()
-        (folder / "model.safetensors").write_bytes(len(encoded).to_bytes(8, "little") + encoded + raw[8 + length :])
+        (folder / "model.safetensors").write_bytes(
+            len(encoded).to_bytes(8, "little") + encoded + raw[8 + length :]
+        )
         return folder
 
     def adapter(self, name):
@@ -60,9 +62,14 @@ class Folders:
         folder = self.root / name
         folder.mkdir()
         lora = {"rank": 2, "scale": 20.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
-        (folder / "adapter_config.json").write_text(json.dumps({"num_layers": 1, "lora_parameters": lora}))
+        (folder / "adapter_config.json").write_text(
+            json.dumps({"num_layers": 1, "lora_parameters": lora})
+        )
         at = "model.layers.1.self_attn.q_proj.lora_"
-        sides = {f"{at}a": mx.ones((tiny_model.HIDDEN, 2)), f"{at}b": mx.ones((2, tiny_model.HIDDEN))}
+        sides = {
+            f"{at}a": mx.ones((tiny_model.HIDDEN, 2)),
+            f"{at}b": mx.ones((2, tiny_model.HIDDEN)),
+        }
         mx.save_safetensors(str(folder / "adapters.safetensors"), sides)
         return folder
 
@@ -83,12 +90,27 @@ class Folders:
             yield {"draft_model": value}, 400, "invalid_value", "a string or null"
         yield {"draft_model": "no/such"}, 404, "model_not_found", "does not exist"
         # Beside the name default_model, 0.32 passes over the adapters of a request.
-        yield {"model": str(self.snapshot), "adapters": "/no/such"}, 404, "model_not_found", "does not exist"
-        yield {"model": str(self.snapshot), "adapters": str(self.root)}, 400, "invalid_value", "no adapter_config.json"
+        yield (
+            {"model": str(self.snapshot), "adapters": "/no/such"},
+            404,
+            "model_not_found",
+            "does not exist",
+        )
+        yield (
+            {"model": str(self.snapshot), "adapters": str(self.root)},
+            400,
+            "invalid_value",
+            "no adapter_config.json",
+        )
         adapter = self.root / "adapter"
         adapter.mkdir()
         (adapter / "adapter_config.json").write_text('{"num_layers": 2}')
-        yield {"model": str(self.snapshot), "adapters": str(adapter)}, 400, "invalid_value", "no lora_parameters"
+        yield (
+            {"model": str(self.snapshot), "adapters": str(adapter)},
+            400,
+            "invalid_value",
+            "no lora_parameters",
+        )
 
     def unloadable(self):
         def config(name, text):
@@ -119,7 +141,12 @@ class Folders:
         yield less("endless", "config.json", link="/dev/zero"), "not a regular file"
         yield less("cyclic", "config.json", link="config.json"), "no config.json"
         yield less("no-weights", "model.safetensors"), "no model*.safetensors"
-        yield less("pointer", "model.safetensors", text="version https://git-lfs.github.com/spec/v1\n"), "cut short"
+        yield (
+            less(
+                "pointer", "model.safetensors", text="version https://git-lfs.github.com/spec/v1\n"
+            ),
+            "cut short",
+        )
         cut = self.like("cut")
         os.truncate(cut / "model.safetensors", 300_000)
         yield cut, "cut short"

@@ -33,7 +33,9 @@ NEWEST = "0.32.2"
 WRAPT = "wrapt>=1.16,!=2.2.0"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 USUAL = "3.11"  # every release is run on this one, or on the first that is found
-LAST_ON = {"3.10": "0.31.3"}  # the others need a newer Python; where a Python is not named, its release is the newest
+LAST_ON = {
+    "3.10": "0.31.3"
+}  # the others need a newer Python; where a Python is not named, its release is the newest
 
 _ASK = """\
 import importlib.metadata as m, json, sys
@@ -61,7 +63,9 @@ def requirements(release: str) -> list[str]:
     return [f"mlx-lm=={release}", f"{mlx}=={RELEASES[release]}", WRAPT]
 
 
-def make(folder: Path, wanted: list[str], build: list[list[str]], version: str = sys.version) -> None:
+def make(
+    folder: Path, wanted: list[str], build: list[list[str]], version: str = sys.version
+) -> None:
     """Run `build` unless it has been run for just this, by the Python of that `version`. A failure leaves nothing half made."""
     stamp = hashlib.sha256(repr((version, wanted)).encode()).hexdigest()
     if (folder / "stamp").is_file() and (folder / "stamp").read_text() == stamp:
@@ -76,7 +80,10 @@ def make(folder: Path, wanted: list[str], build: list[list[str]], version: str =
 def make_environment(folder: Path, wanted: list[str], interpreter: str = sys.executable) -> str:
     """A virtual environment of `interpreter` with what is wanted; returns its Python."""
     python = str(folder / "bin" / "python")
-    build = [[interpreter, "-m", "venv", str(folder)], [python, "-m", "pip", "install", "-q", *wanted]]
+    build = [
+        [interpreter, "-m", "venv", str(folder)],
+        [python, "-m", "pip", "install", "-q", *wanted],
+    ]
     make(folder, wanted, build, _say(interpreter, "import sys; print(sys.version)") or "")
     return python
 
@@ -87,7 +94,9 @@ def interpreters() -> dict[str, str]:
     for version in PYTHONS:
         named = shutil.which(f"python{version}")
         candidates = ([named] if named else []) + sorted(_pyenv(version), reverse=True)
-        for path in candidates:  # what pyenv puts on PATH fails where that version is not switched on
+        for (
+            path
+        ) in candidates:  # what pyenv puts on PATH fails where that version is not switched on
             said = _say(path, "import sys; print('%d.%d' % sys.version_info[:2], sys.executable)")
             if said and said.split(" ", 1)[0] == version:
                 found[version] = said.split(" ", 1)[1]
@@ -101,12 +110,16 @@ def pairs(found: Iterable[str]) -> list[Pair]:
     others = [version for version in found if version != usual]
     wanted = [Pair(release, usual) for release in RELEASES]
     wanted += [Pair(LAST_ON.get(version, NEWEST), version) for version in others]
-    return sorted(wanted, key=lambda pair: (list(RELEASES).index(pair.release), PYTHONS.index(pair.python)))
+    return sorted(
+        wanted, key=lambda pair: (list(RELEASES).index(pair.release), PYTHONS.index(pair.python))
+    )
 
 
 def python_of(pair: Pair, found: dict[str, str]) -> str:
     """The Python of an environment for this pair, which is made where there is none. Raises NotHere."""
-    folders = [Path(f) for f in os.environ.get("MLX_LM_SHIM_TEST_RELEASES", "").split(os.pathsep) if f]
+    folders = [
+        Path(f) for f in os.environ.get("MLX_LM_SHIM_TEST_RELEASES", "").split(os.pathsep) if f
+    ]
     wanted = [pair.release, RELEASES[pair.release], pair.python]
     for folder in [*(f / str(pair) for f in folders), VENVS / pair.release]:
         python = str(folder.absolute() / "bin" / "python")
@@ -115,9 +128,13 @@ def python_of(pair: Pair, found: dict[str, str]) -> str:
     if pair.python not in found:
         raise NotHere(f"no Python {pair.python} here")
     try:
-        return make_environment(VENVS / "releases" / str(pair), requirements(pair.release), found[pair.python])
+        return make_environment(
+            VENVS / "releases" / str(pair), requirements(pair.release), found[pair.python]
+        )
     except subprocess.CalledProcessError:
-        raise NotHere(f"mlx-lm {pair.release} cannot be installed for Python {pair.python}") from None
+        raise NotHere(
+            f"mlx-lm {pair.release} cannot be installed for Python {pair.python}"
+        ) from None
 
 
 def contents(python: str) -> list[str]:
@@ -128,7 +145,9 @@ def contents(python: str) -> list[str]:
 
 def _say(python: str, code: str) -> str | None:
     try:
-        child = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=False, timeout=60)
+        child = subprocess.run(
+            [python, "-I", "-c", code], capture_output=True, text=True, check=False, timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return child.stdout.strip() if child.returncode == 0 else None
@@ -139,4 +158,6 @@ def _pyenv(version: str) -> list[str]:
     if pyenv is None:
         return []
     child = subprocess.run([pyenv, "root"], capture_output=True, text=True, check=False)
-    return [str(p) for p in Path(child.stdout.strip() or "/").glob(f"versions/{version}.*/bin/python")]
+    return [
+        str(p) for p in Path(child.stdout.strip() or "/").glob(f"versions/{version}.*/bin/python")
+    ]

@@ -23,7 +23,11 @@ from kit.streams import Stream
 
 PATIENCE = 6.0  # seconds that stock is given to do better than it does
 ENOUGH = 30.0  # seconds within which the shim has to have done it; a bound, not a measurement
-SHORT = {"MLX_SHIM_DECODE_STALL": "3s", "MLX_SHIM_PREFILL_STALL": "4s", "MLX_SHIM_EXIT_GRACE": "10s"}
+SHORT = {
+    "MLX_SHIM_DECODE_STALL": "3s",
+    "MLX_SHIM_PREFILL_STALL": "4s",
+    "MLX_SHIM_EXIT_GRACE": "10s",
+}
 LET_IN = {"MLX_SHIM_BAD_REQUEST": "0", "MLX_SHIM_KILLER_REQUEST": "0"}
 LONG = {"prompt": "x", "max_tokens": 100_000}
 
@@ -54,7 +58,9 @@ class Stage:
         switch: dict[str, str | None] = {} if self.guarded else {"MLX_SHIM": "0"}
         environment = SHORT | environ | switch
         log = self.folder / "log"
-        return Server(self.python, self.model.path, log, args=self.model.args, environ=environment, port=port)
+        return Server(
+            self.python, self.model.path, log, args=self.model.args, environ=environment, port=port
+        )
 
     @property
     def patience(self) -> float:
@@ -119,8 +125,12 @@ def death(stage: Stage) -> dict[str, Seen]:
             what = "zombie" if server.is_zombie() else "lives and serves"
         told = _how_it_ended(stream), waiting.what()
         return {
-            "death": Seen(status == 70 if stage.guarded and status is not None else what != "zombie", what),
-            "clients told": Seen(told == ("error event", "503"), f"stream: {told[0]}; waiting: {told[1]}"),
+            "death": Seen(
+                status == 70 if stage.guarded and status is not None else what != "zombie", what
+            ),
+            "clients told": Seen(
+                told == ("error event", "503"), f"stream: {told[0]}; waiting: {told[1]}"
+            ),
         }
 
 
@@ -153,7 +163,9 @@ def health(stage: Stage) -> dict[str, Seen]:
     seen = {}
     kept = {"MLX_SHIM_ON_STALL": "dump", "MLX_SHIM_GENERATION_DEATH": "0"}
     with stage.server(**kept, **LET_IN) as server:
-        assert wait_until(lambda: stage.model.loaded.exists() or not server.alive, 3 * ENOUGH), "no model is loaded"
+        assert wait_until(lambda: stage.model.loaded.exists() or not server.alive, 3 * ENOUGH), (
+            "no model is loaded"
+        )
         wait_until(lambda: _health(server) != "refused", PATIENCE / 2)
         seen["health: loading"] = _truthful(stage, _health(server), "loading")
         stage.model.hurry()
@@ -166,7 +178,9 @@ def health(stage: Stage) -> dict[str, Seen]:
         told = _health(server)
         stage.model.trigger.unlink()
         after = "200" if wait_until(lambda: _health(server) == "200", PATIENCE) else _health(server)
-        seen["health: stalled"] = Seen(told.startswith("503") and after == "200", f"{told}, then {after}")
+        seen["health: stalled"] = Seen(
+            told.startswith("503") and after == "200", f"{told}, then {after}"
+        )
         server.send_and_leave(KILLER)
         wait_until(lambda: _health(server) != "200", stage.patience)
         seen["health: dead"] = _truthful(stage, _health(server), "dead")
@@ -239,7 +253,12 @@ def leak(stage: Stage) -> dict[str, Seen]:
     """The cache of a layer of linear attention, moved on by twenty thousand tokens. Two of its fields are set."""
     environ = clean_environ(PYTHONPATH=str(REPO), **({} if stage.guarded else {"MLX_SHIM": "0"}))
     child = subprocess.run(
-        [stage.python, "-c", _ADVANCES], capture_output=True, text=True, check=False, env=environ, cwd=stage.folder
+        [stage.python, "-c", _ADVANCES],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environ,
+        cwd=stage.folder,
     )
     if child.returncode:
         raise AssertionError((child.stderr.splitlines() or ["no ArraysCache"])[-1])

@@ -14,7 +14,13 @@ from kit.harness import ANSWER, Server
 class Stream:
     """A streamed completion read in a thread of its own: its raw lines, and how it ended."""
 
-    def __init__(self, server: Server, body: dict[str, Any], path: str = "/v1/completions", timeout: float = ANSWER):
+    def __init__(
+        self,
+        server: Server,
+        body: dict[str, Any],
+        path: str = "/v1/completions",
+        timeout: float = ANSWER,
+    ):
         self.lines: list[str] = []
         self.status = 0
         self.headers: dict[str, str] = {}
@@ -30,7 +36,10 @@ class Stream:
         connection = server.connect(timeout)
         try:
             connection.request(
-                "POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"} | server.headers
+                "POST",
+                path,
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"} | server.headers,
             )
             answer = connection.getresponse()
             self.status, self.headers = answer.status, dict(answer.headers)
@@ -46,7 +55,9 @@ class Stream:
 
     def join(self, timeout: float = ANSWER) -> Stream:
         self.thread.join(timeout)
-        assert not self.thread.is_alive(), f"the stream still hangs after {timeout} s: {self.lines[-3:]}"
+        assert not self.thread.is_alive(), (
+            f"the stream still hangs after {timeout} s: {self.lines[-3:]}"
+        )
         return self
 
     @property

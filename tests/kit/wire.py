@@ -20,5 +20,9 @@ def read_all(s):
 
 
 def head(length, *lines):
-    fields = "".join(f"{x}\r\n" for x in (f"Content-Length: {length}" if length is not None else None, *lines) if x)
+    fields = "".join(
+        f"{x}\r\n"
+        for x in (f"Content-Length: {length}" if length is not None else None, *lines)
+        if x
+    )
     return f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{fields}\r\n".encode()

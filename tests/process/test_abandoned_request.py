@@ -44,7 +44,13 @@ def leave_at(stage, server):
     return s
 
 
-STAGES = ["decode, not streamed", "decode, streamed", "alone in the loop", "prefill, alone", "prefill, alone, streamed"]
+STAGES = [
+    "decode, not streamed",
+    "decode, streamed",
+    "alone in the loop",
+    "prefill, alone",
+    "prefill, alone, streamed",
+]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -91,7 +97,10 @@ def test_clients_that_leave_while_queued(line, slow, tmp_path, streamed):
     with Server(line, slow.path, tmp_path / "log", args=slow.args) as server:
         blocker = server.ready().send_and_leave({**LONG, "seed": 1})
         time.sleep(0.5)
-        queued = [server.send_and_leave({**LONG, "prompt": f"{n} x", "stream": streamed}) for n in range(20)]
+        queued = [
+            server.send_and_leave({**LONG, "prompt": f"{n} x", "stream": streamed})
+            for n in range(20)
+        ]
         time.sleep(0.5)
         for s in queued:
             s.close()
@@ -128,7 +137,11 @@ def test_two_hundred_clients_that_leave_at_random(line, slow, tmp_path):
         server.ready()
         clients = []
         for n in range(200):
-            body = {"prompt": f"{n} " + "x" * chance.randrange(50), "max_tokens": 5000, "stream": n % 2 == 0}
+            body = {
+                "prompt": f"{n} " + "x" * chance.randrange(50),
+                "max_tokens": 5000,
+                "stream": n % 2 == 0,
+            }
             clients.append(server.send_and_leave(body))
             if n % 3 == 0:
                 time.sleep(0.005)
@@ -139,7 +152,9 @@ def test_two_hundred_clients_that_leave_at_random(line, slow, tmp_path):
             time.sleep(0.002)
         left = time.monotonic()
         assert wait_until(lambda: idle(slow), 3 * BOUND)
-        print(f"{line}: {time.monotonic() - left - 0.6:.1f} s from the last of 200 clients to an idle engine")
+        print(
+            f"{line}: {time.monotonic() - left - 0.6:.1f} s from the last of 200 clients to an idle engine"
+        )
         assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 0, BOUND)
         assert server.post({"prompt": "z", "max_tokens": 2})[0] == 200
         assert server.alive

@@ -54,7 +54,9 @@ def last_line(server):
 def told(stream):
     """The code of the error a stream ended with: its last event, or, before its first, its body."""
     assert not stream.join().done
-    return json.loads(stream.lines[-1 if stream.status != 200 else -2].removeprefix("data: "))["error"]["code"]
+    return json.loads(stream.lines[-1 if stream.status != 200 else -2].removeprefix("data: "))[
+        "error"
+    ]["code"]
 
 
 def test_those_in_flight_finish_and_newcomers_are_refused(line, faulty, tmp_path):
@@ -66,7 +68,9 @@ def test_those_in_flight_finish_and_newcomers_are_refused(line, faulty, tmp_path
         assert server.get("/health/live")[0] == 200
         assert server.get("/health/ready")[0] == 503
         connection = server.connect()
-        connection.request("POST", "/v1/completions", b'{"prompt": "new"}', {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/v1/completions", b'{"prompt": "new"}', {"Content-Type": "application/json"}
+        )
         answer = connection.getresponse()
         assert (answer.status, json.loads(answer.read())["error"]["code"]) == (503, "draining")
         assert int(answer.headers["Retry-After"]) > 0
@@ -129,7 +133,9 @@ def test_a_signal_that_comes_twice_at_once_is_one(faulty, tmp_path):
     with Server(NEWEST, model.path, tmp_path / "log", args=model.args, entry=entry) as server:
         (stream,) = start(server.ready(), 1, max_tokens=300)
         ask(server, signal.SIGTERM)
-        assert wait_until(lambda: "a second signal ends it at once" in server.text(), 10, step=0.005)
+        assert wait_until(
+            lambda: "a second signal ends it at once" in server.text(), 10, step=0.005
+        )
         ask(server, signal.SIGTERM)
         model.hurry()
         assert stream.join().done

@@ -31,7 +31,9 @@ def test_each_is_told_and_hurts_nobody(line, faulty, tmp_path):
         for case in CASES:
             answers[case.name] = server.post(case.raw, case.path)
 
-    with Server(line, model.path, tmp_path / "stock", args=model.args, environ={"MLX_SHIM": "0"}) as stock:
+    with Server(
+        line, model.path, tmp_path / "stock", args=model.args, environ={"MLX_SHIM": "0"}
+    ) as stock:
         wanted = texts(stock.ready())
     with Server(line, model.path, tmp_path / "log", args=model.args) as server:
         assert texts(server.ready(), ask_all) == wanted
@@ -41,9 +43,10 @@ def test_each_is_told_and_hurts_nobody(line, faulty, tmp_path):
     for case in CASES:
         status, answer = answers[case.name]
         assert status == case.status, f"{case.name}: {status} {answer}"
-        assert (answer["error"]["type"], answer["error"].get("param")) == ("invalid_request_error", case.param), (
-            case.name
-        )
+        assert (answer["error"]["type"], answer["error"].get("param")) == (
+            "invalid_request_error",
+            case.param,
+        ), case.name
         assert answer["error"]["message"], case.name
 
 
@@ -114,9 +117,16 @@ def test_what_is_accepted_keeps_its_tokens(line, tiny, tmp_path):
     for environ in ({"MLX_SHIM": "0"}, {}):
         with Server(line, tiny, tmp_path / "log", environ=environ) as server:
             server.ready()
-            wanted = [f for f in SAMPLED if line in NEW or "xtc_probability" not in f]  # stock fails at it there
-            got = [server.post({"prompt": f"{n}", "max_tokens": 8, "seed": n, **f}) for n, f in enumerate(wanted)]
-            got += [server.post({"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}, CHAT)]
+            wanted = [
+                f for f in SAMPLED if line in NEW or "xtc_probability" not in f
+            ]  # stock fails at it there
+            got = [
+                server.post({"prompt": f"{n}", "max_tokens": 8, "seed": n, **f})
+                for n, f in enumerate(wanted)
+            ]
+            got += [
+                server.post({"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}, CHAT)
+            ]
         assert all(status == 200 for status, _ in got)
         answers.append([answer["choices"] for _, answer in got])
     assert answers[0] == answers[1]
@@ -166,10 +176,18 @@ except RuntimeError as error:
 
 def test_xtc_on_the_old_line(tiny, tmp_path):
     """Nothing but XTC does it there, so without the guard it is the rehearsal that refuses."""
-    body = {"prompt": "x", "max_tokens": 4, "temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1}
+    body = {
+        "prompt": "x",
+        "max_tokens": 4,
+        "temperature": 1.0,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.1,
+    }
     with Server(OLD[0], tiny, tmp_path / "log") as server:
         assert server.ready().post(body)[0] == 200
-    with Server(OLD[0], tiny, tmp_path / "log", environ={"MLX_SHIM_NESTED_XTC_TOKENS": "0"}) as server:
+    with Server(
+        OLD[0], tiny, tmp_path / "log", environ={"MLX_SHIM_NESTED_XTC_TOKENS": "0"}
+    ) as server:
         status, answer = server.ready().post(body)
         if status == 200:
             raise Inconclusive("stock serves XTC there")

@@ -26,9 +26,13 @@ def shim(*arguments, line=NEWEST, cwd=REPO, **environ):
 def test_run_without_a_model_serves_the_tiny_one(line, tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path), "PYTHONPATH": None}
     for _ in range(2):  # made, then found
-        with Server(line, None, tmp_path / "log", entry=("-m", "shim", "run"), cwd=REPO, environ=environ) as server:
+        with Server(
+            line, None, tmp_path / "log", entry=("-m", "shim", "run"), cwd=REPO, environ=environ
+        ) as server:
             server.ready()
-            assert any("no --model given: serving a tiny random model" in x for x in server.shim_lines())
+            assert any(
+                "no --model given: serving a tiny random model" in x for x in server.shim_lines()
+            )
             chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
             status, answer = server.post(chat, "/v1/chat/completions")
             assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
@@ -40,7 +44,9 @@ def test_run_without_a_model_serves_the_tiny_one(line, tmp_path):
 
 def test_run_passes_arguments_on_unchanged(tiny, tmp_path):
     entry = ("-m", "shim", "run", f"--mod={tiny}", "--log-level", "DEBUG")
-    with Server(NEWEST, None, tmp_path / "log", entry=entry, cwd=REPO, environ={"PYTHONPATH": None}) as server:
+    with Server(
+        NEWEST, None, tmp_path / "log", entry=entry, cwd=REPO, environ={"PYTHONPATH": None}
+    ) as server:
         server.ready()
         assert "no --model given" not in server.text()
         assert "DEBUG" in server.text()
@@ -95,7 +101,9 @@ def test_doctor_tells_a_memory_budget(tiny, tmp_path, line):
     told = " ".join(answer.stdout.split())
     total = memory.total()
     advised = budget.recommended(total, (tiny / "model.safetensors").stat().st_size)
-    per_token = tiny_model.LAYERS * tiny_model.KV_HEADS * tiny_model.HIDDEN // tiny_model.HEADS * 2 * 4
+    per_token = (
+        tiny_model.LAYERS * tiny_model.KV_HEADS * tiny_model.HIDDEN // tiny_model.HEADS * 2 * 4
+    )
     for what in (
         f"memory of this machine: {memory.shown(total)}",
         "wiring MLX_SHIM_WIRED=off in force",
@@ -110,7 +118,9 @@ def test_doctor_tells_a_memory_budget(tiny, tmp_path, line):
 
 
 def test_doctor_tells_of_models_that_are_hard_to_judge(tmp_path):
-    large = weightless(tmp_path / "large", memory.total(), model_type="llama", model_file="model.py")
+    large = weightless(
+        tmp_path / "large", memory.total(), model_type="llama", model_file="model.py"
+    )
     answer = shim("doctor", "--model", str(large))
     assert answer.returncode == 0, answer.stderr
     for what in (
@@ -126,12 +136,19 @@ def test_doctor_tells_of_models_that_are_hard_to_judge(tmp_path):
         answer = shim("doctor", "--model", name, HF_HOME=str(tmp_path))
         assert answer.returncode == 2
         assert why in answer.stderr
-        assert "accepted: a folder with a model, or a Hugging Face repo that is in the local cache" in answer.stderr
+        assert (
+            "accepted: a folder with a model, or a Hugging Face repo that is in the local cache"
+            in answer.stderr
+        )
 
 
 def test_doctor_tells_settings_chain_and_pythonpath(tmp_path):
     (tmp_path / "sitecustomize.py").touch()
-    environ = {"MLX_SHIM_GENERATION_DEATH": "0", "MLX_SHIM_ON_DEATH": "never", "MLX_SHIM_STRCT": "1"}
+    environ = {
+        "MLX_SHIM_GENERATION_DEATH": "0",
+        "MLX_SHIM_ON_DEATH": "never",
+        "MLX_SHIM_STRCT": "1",
+    }
     answer = shim("doctor", PYTHONPATH=str(tmp_path), **environ)
     assert answer.returncode == 0, "a guard that was turned off is no fault"
     assert "generation_death        off (MLX_SHIM_GENERATION_DEATH is off)" in answer.stdout
@@ -145,8 +162,14 @@ def test_doctor_tells_settings_chain_and_pythonpath(tmp_path):
     ("environ", "says"),
     [
         ({"MLX_SHIM": "0"}, "FIX: unset MLX_SHIM"),
-        ({"MLX_SHIM_STRICT": "1", "MLX_SHIM_ON_DEATH": "never"}, "FIX: MLX_SHIM_ON_DEATH='never' is not valid"),
-        ({"PYTHONPATH": str(VENVS / "wrapt-1.15.0")}, "FIX: pip install 'wrapt>=1.16,!=2.2.0': wrapt 1.15.0"),
+        (
+            {"MLX_SHIM_STRICT": "1", "MLX_SHIM_ON_DEATH": "never"},
+            "FIX: MLX_SHIM_ON_DEATH='never' is not valid",
+        ),
+        (
+            {"PYTHONPATH": str(VENVS / "wrapt-1.15.0")},
+            "FIX: pip install 'wrapt>=1.16,!=2.2.0': wrapt 1.15.0",
+        ),
     ],
 )
 def test_doctor_names_what_is_wrong_and_the_fix(environ, says):
@@ -185,14 +208,24 @@ def installed(tmp_path_factory):
     """A virtual environment that sees the newest mlx-lm and has our wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [python_of(NEWEST), "-m", "pip", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(folder), str(REPO)], check=True, env=clean_environ())
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "-w", str(folder), str(REPO)], check=True, env=clean_environ()
+    )
     (wheel,) = folder.glob("*.whl")
     venv = folder / "venv"
     subprocess.run([python_of(NEWEST), "-m", "venv", "--without-pip", str(venv)], check=True)
     (site,) = venv.glob("lib/python3*/site-packages")
     (theirs,) = (VENVS / NEWEST).glob("lib/python3*/site-packages")
     (site / "newest.pth").write_text(f"{theirs}\n")
-    install = [*pip, "--python", str(venv / "bin" / "python"), "install", "--no-deps", "--ignore-installed", str(wheel)]
+    install = [
+        *pip,
+        "--python",
+        str(venv / "bin" / "python"),
+        "install",
+        "--no-deps",
+        "--ignore-installed",
+        str(wheel),
+    ]
     subprocess.run(install, check=True, env=clean_environ())
     return venv
 
@@ -200,15 +233,22 @@ def installed(tmp_path_factory):
 @pytest.mark.usefixtures("killable")
 def test_an_installed_wheel(installed, tiny, tmp_path):
     script = installed / "bin" / "mlx-lm-shim"
-    told = subprocess.run([str(script), "path"], capture_output=True, text=True, check=True, env=clean_environ()).stdout
+    told = subprocess.run(
+        [str(script), "path"], capture_output=True, text=True, check=True, env=clean_environ()
+    ).stdout
     folder = Path(told.strip())
     assert [p.name for p in folder.iterdir() if p.name != "__pycache__"] == ["sitecustomize.py"]
-    doctor = subprocess.run([str(script), "doctor"], capture_output=True, text=True, check=False, env=clean_environ())
+    doctor = subprocess.run(
+        [str(script), "doctor"], capture_output=True, text=True, check=False, env=clean_environ()
+    )
     assert doctor.returncode == 0, doctor.stdout
     python = str(installed / "bin" / "python")
     ways = {
         "its own environment": ((python, "-m", "mlx_lm", "server"), {"PYTHONPATH": str(folder)}),
-        "another environment": ((python_of(NEWEST), "-m", "mlx_lm", "server"), {"PYTHONPATH": str(folder)}),
+        "another environment": (
+            (python_of(NEWEST), "-m", "mlx_lm", "server"),
+            {"PYTHONPATH": str(folder)},
+        ),
         "run": ((str(script), "run"), {"PYTHONPATH": None}),
     }
     for way, (command, environ) in ways.items():

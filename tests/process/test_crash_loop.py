@@ -33,7 +33,9 @@ class Place:
     def start(self, *, entry=("-m", "mlx_lm", "server"), args=(), **more):
         self._starts += 1
         log = self._tmp_path / f"log{self._starts}"
-        return Server(*self._made, log, entry=entry, args=args, port=self.port, environ=self.environ | more)
+        return Server(
+            *self._made, log, entry=entry, args=args, port=self.port, environ=self.environ | more
+        )
 
     def state(self):
         (file,) = self.folder.glob("*.json")
@@ -94,12 +96,18 @@ def test_deaths_hold_the_next_start(tiny, tmp_path):
 
     with place.start() as server:
         server.ready()
-        assert "before the model is loaded" not in server.text(), "these deaths have been waited for"
+        assert "before the model is loaded" not in server.text(), (
+            "these deaths have been waited for"
+        )
         assert wait_until(lambda: place.state()["run"][0] == "up", 30)
         assert place.state()["model"] > 2**20
-        with Server(NEWEST, tiny, tmp_path / "other", port=place.port, environ=place.environ) as other:
+        with Server(
+            NEWEST, tiny, tmp_path / "other", port=place.port, environ=place.environ
+        ) as other:
             assert other.wait_exit() == 71
-        assert place.state()["run"][0] == "up", "the second server with this port is none of its business"
+        assert place.state()["run"][0] == "up", (
+            "the second server with this port is none of its business"
+        )
         os.kill(server.pid, signal.SIGKILL)
         server.wait_exit()
 
@@ -124,7 +132,9 @@ def test_deaths_hold_the_next_start(tiny, tmp_path):
 
 def refused_with_retry_after(server):
     connection = server.connect()
-    connection.request("POST", "/v1/completions", json.dumps({"prompt": "x"}), {"Content-Type": "application/json"})
+    connection.request(
+        "POST", "/v1/completions", json.dumps({"prompt": "x"}), {"Content-Type": "application/json"}
+    )
     answer = connection.getresponse()
     assert answer.status == 503
     assert 0 < int(answer.headers["Retry-After"]) <= 11
@@ -154,7 +164,9 @@ def test_a_program_that_ends_by_itself_has_not_died(how, tiny, tmp_path):
     program.write_text(ENDS.format(how=how))
     place = Place(tmp_path, NEWEST, tiny, "1/10m")
     with place.start(entry=(str(program),)) as server:
-        assert wait_until(lambda: list(place.folder.glob("*.json")) and place.state()["run"][0] == "up", 60)
+        assert wait_until(
+            lambda: list(place.folder.glob("*.json")) and place.state()["run"][0] == "up", 60
+        )
         (tmp_path / "enough").touch()
         server.wait_exit(30)  # mlx's own teardown may abort
         assert place.statuses() == []
@@ -209,7 +221,9 @@ def test_a_stop_while_a_start_waits_and_a_request_is_queued(line, faulty, tmp_pa
         assert model.loads == loads
         assert "Traceback" not in server.text()
         assert not any("fatal:" in x for x in server.shim_lines())
-    assert (place.statuses(), place.state()["run"][0]) == ([None], "waiting"), "the next start waits for what is left"
+    assert (place.statuses(), place.state()["run"][0]) == ([None], "waiting"), (
+        "the next start waits for what is left"
+    )
 
 
 # Its wait ends as it does when its time is over, as soon as the test has seen it.
@@ -255,7 +269,16 @@ def test_a_folder_that_cannot_be_written_is_in_nobodys_way(tiny, tmp_path, kind)
     place = Place(tmp_path, NEWEST, tiny, "1/10m")
     place.folder.mkdir()
     script = f'{FILE_SYSTEMS[kind]} && exec "$@"'
-    prefix = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(place.folder))
+    prefix = (
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        script,
+        str(place.folder),
+    )
     with Server(NEWEST, tiny, tmp_path / "log", environ=place.environ, prefix=prefix) as server:
         server.ready().send_and_leave(KILLER)
         assert server.wait_exit(30) == 70
@@ -279,7 +302,9 @@ def test_a_kill_with_a_large_model_loaded_and_a_long_good_run(tiny, tmp_path):
     begun = time.monotonic()
     with place.start() as server:
         server.ready()
-        window = 3 + 2 * (time.monotonic() - begun)  # a start comes well within it, and so does its look at the death
+        window = 3 + 2 * (
+            time.monotonic() - begun
+        )  # a start comes well within it, and so does its look at the death
         os.kill(server.pid, signal.SIGKILL)
         server.wait_exit()
     (file,) = place.folder.glob("*.json")
@@ -288,7 +313,9 @@ def test_a_kill_with_a_large_model_loaded_and_a_long_good_run(tiny, tmp_path):
     with place.start(entry=(str(program),), MLX_SHIM_BREAKER=f"1/{window:.0f}s,2s") as server:
         assert held(server)["reason"].startswith("1 deaths, 1 of them within ")
         freed = "the last run was killed, and of the "
-        assert wait_until(lambda: health(server)[1].get("reason", "").startswith(freed), 30), server.text()
+        assert wait_until(lambda: health(server)[1].get("reason", "").startswith(freed), 30), (
+            server.text()
+        )
         body = held(server)
         assert body["reason"].startswith(freed)
         assert 0 < body["seconds_left"] <= 60

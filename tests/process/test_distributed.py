@@ -29,12 +29,26 @@ class Job(Server):
         self.port, self.log, self.line = free_port(), log, line
         launcher = str(VENVS / line / "bin" / "mlx.launch")
         server = str(VENVS / line / "bin" / "mlx_lm.server")
-        command = [launcher, "-n", "2", "--backend", "ring", "--starting-port", str(free_pair()), "--"]
+        command = [
+            launcher,
+            "-n",
+            "2",
+            "--backend",
+            "ring",
+            "--starting-port",
+            str(free_pair()),
+            "--",
+        ]
         command += [server, "--model", str(model.path), *model.args, "--port", str(self.port)]
         reader, self.stdin = os.pipe()  # mlx.launch reads its stdin, and spins where that has ended
         with log.open("ab") as out:
             self.process = subprocess.Popen(
-                command, env=clean_environ(**environ), stdin=reader, stdout=out, stderr=out, start_new_session=True
+                command,
+                env=clean_environ(**environ),
+                stdin=reader,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
         os.close(reader)
 
@@ -52,7 +66,11 @@ class Job(Server):
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 if f"--port\0{self.port}\0" in (process / "cmdline").read_text():
-                    variables = dict(v.split("=", 1) for v in (process / "environ").read_text().split("\0") if "=" in v)
+                    variables = dict(
+                        v.split("=", 1)
+                        for v in (process / "environ").read_text().split("\0")
+                        if "=" in v
+                    )
                     found[int(variables["MLX_RANK"])] = int(process.name)
             except (OSError, KeyError, UnicodeDecodeError):
                 continue
@@ -63,14 +81,22 @@ class Job(Server):
 def test_a_death_on_one_rank_ends_the_job(line, faulty, tmp_path, rank):
     model = faulty(kind="RuntimeError", rank=rank)
     reports = tmp_path / "reports"
-    with Job(line, model, tmp_path / "log", {"PYTHONPATH": str(REPO), "MLX_SHIM_REPORT_DIR": str(reports)}) as job:
+    with Job(
+        line,
+        model,
+        tmp_path / "log",
+        {"PYTHONPATH": str(REPO), "MLX_SHIM_REPORT_DIR": str(reports)},
+    ) as job:
         job.ready()
         model.fire()
         job.send_and_leave({"prompt": "x"})
         job.wait_exit(60)
         assert f"Node with rank {rank} exited with code 70" in job.text()
         # Not by its last lines: mlx.launch now and then loses those of a rank.
-        assert any("RuntimeError: the model's forward failed" in report.read_text() for report in reports.iterdir())
+        assert any(
+            "RuntimeError: the model's forward failed" in report.read_text()
+            for report in reports.iterdir()
+        )
 
 
 def test_control_stock_hangs_when_rank_0_dies(line, faulty, tmp_path):
@@ -100,6 +126,8 @@ def test_sigterm_to_rank_0_stops_all_after_those_in_flight(line, faulty, tmp_pat
         assert wait_until(lambda: not job.pids(), 10)
         said = [x for x in job.shim_lines() if "exit 0" in x]
         reasons = {x.split(";")[0].removeprefix("mlx-lm-shim: stopped: ") for x in said}
-        assert reasons <= {"SIGTERM", "rank 0 has stopped"}, "mlx.launch may lose the last lines of a rank"
+        assert reasons <= {"SIGTERM", "rank 0 has stopped"}, (
+            "mlx.launch may lose the last lines of a rank"
+        )
         assert reasons
         assert "exited with code" not in job.text()

@@ -40,7 +40,9 @@ def wanted(line, folder):
     """The cases of the suite, in an order that gives each part as many of each kind."""
     everything, heart = touched(line, folder), touched(line, folder, HEART)
     assert set(heart) < set(everything)
-    return sorted({*cases(everything, ["renamed"]), *cases(heart, mutate.KINDS)}, key=lambda case: case[::-1])
+    return sorted(
+        {*cases(everything, ["renamed"]), *cases(heart, mutate.KINDS)}, key=lambda case: case[::-1]
+    )
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -104,7 +106,8 @@ def test_control_for_the_heart(line, kind, benches):
 def test_a_changed_server_serves_as_stock_does(line, benches):
     """A sample, without the shim: it is the shim that the other tests are about, not the changes."""
     sample = [
-        ("mlx_lm.server", name) for name in ("ResponseGenerator.generate", "BatchGenerator.next", "make_prompt_cache")
+        ("mlx_lm.server", name)
+        for name in ("ResponseGenerator.generate", "BatchGenerator.next", "make_prompt_cache")
     ]
     rows = benches(line).run_all(cases(sample, mutate.KINDS), benches(line).serves)
     assert len(rows) > len(mutate.KINDS)

@@ -57,7 +57,11 @@ def folders(tmp_path, faulty):
 def serve(line, folders, **environ):
     """Under its name in the hub's cache."""
     return Server(
-        line, HUB_NAME, folders.root / "log", args=("--trust-remote-code",), environ=folders.environ | environ
+        line,
+        HUB_NAME,
+        folders.root / "log",
+        args=("--trust-remote-code",),
+        environ=folders.environ | environ,
     )
 
 
@@ -95,17 +99,28 @@ def test_no_request_costs_others_their_model(line, folders):
             assert says in answer["error"]["message"], told
             assert len(answer["error"]["message"]) < 500, told
         print(f"{line}: {len(broken)} requests in {time.monotonic() - began:.2f} s")
-        assert any(stream.thread.is_alive() for stream in streams), "all this was to happen beside them"
+        assert any(stream.thread.is_alive() for stream in streams), (
+            "all this was to happen beside them"
+        )
         folders.model.hurry()
         assert texts(streams) == expected
         folders.model.take_its_time()
         beside = Stream(server, {"prompt": "beside", "max_tokens": LONG, "model": "default_model"})
         assert beside.first.wait(30)
-        names = [HUB_NAME, str(folders.snapshot), f"{folders.snapshot}/", str(folders.root / "link")]
+        names = [
+            HUB_NAME,
+            str(folders.snapshot),
+            f"{folders.snapshot}/",
+            str(folders.root / "link"),
+        ]
         body = {"max_tokens": SHORT, "draft_model": None}
-        aliases = [Stream(server, {"prompt": f"alias {name}", "model": name, **body}) for name in names]
+        aliases = [
+            Stream(server, {"prompt": f"alias {name}", "model": name, **body}) for name in names
+        ]
         for name, alias in zip(names, aliases, strict=True):
-            assert {event["model"] for event in alias.join().events} == {name}, "in the answer it is what was asked for"
+            assert {event["model"] for event in alias.join().events} == {name}, (
+                "in the answer it is what was asked for"
+            )
             assert (alias.status, alias.done) == (200, True)
         assert beside.thread.is_alive(), "a short request waited for a long one"
         folders.model.hurry()
@@ -135,7 +150,9 @@ def a_late_failure(server, folders):
     config = folders.snapshot / "config.json"
     os.rename(config, folders.root / "aside")
     assert server.post(late)[0] == 500
-    assert any("could not be loaded again, no model is loaded" in said for said in server.shim_lines())
+    assert any(
+        "could not be loaded again, no model is loaded" in said for said in server.shim_lines()
+    )
     os.rename(folders.root / "aside", config)
     assert server.post(usual)[1]["choices"][0]["text"] == expected, "a later request may try"
     assert server.get("/health")[0] == 200
@@ -143,22 +160,41 @@ def a_late_failure(server, folders):
 
 def test_only_allowed_models(line, folders, hub):
     """And what is allowed is loaded, as stock has it: with adapters, with a draft model, from the hub."""
-    other, second, adapter = folders.like("other"), folders.like("second"), folders.adapter("adapter")
+    other, second, adapter = (
+        folders.like("other"),
+        folders.like("second"),
+        folders.adapter("adapter"),
+    )
     (folders.root / "other-link").symlink_to(other)
     allowed = {"MLX_SHIM_ALLOWED_MODELS": f"{other}, some/name,org/slow, {adapter}"}
     with serve(line, folders, **hub, **allowed) as server:
         server.ready()
-        for named in ({"model": str(second)}, {"draft_model": str(second)}, {"adapters": str(second)}, {"model": "/"}):
+        for named in (
+            {"model": str(second)},
+            {"draft_model": str(second)},
+            {"adapters": str(second)},
+            {"model": "/"},
+        ):
             status, answer = server.post({"prompt": "x", **named})
             assert (status, answer["error"]["code"]) == (404, "model_not_found")
             assert answer["error"]["param"] == next(iter(named))
             assert "not among the models" in answer["error"]["message"]
         status, answer = server.post({"prompt": "x", "model": "some/name"})
         assert (status, "does not exist" in answer["error"]["message"]) == (404, True)
-        for n, name in enumerate((HUB_NAME, folders.snapshot, "default_model", other, folders.root / "other-link")):
-            assert server.post({"prompt": f"allowed {n}", "max_tokens": 2, "model": str(name)})[0] == 200
+        for n, name in enumerate(
+            (HUB_NAME, folders.snapshot, "default_model", other, folders.root / "other-link")
+        ):
+            assert (
+                server.post({"prompt": f"allowed {n}", "max_tokens": 2, "model": str(name)})[0]
+                == 200
+            )
         assert folders.model.loads == 1
-        usual = {"prompt": "who are you", "max_tokens": 20, "temperature": 0, "model": str(folders.snapshot)}
+        usual = {
+            "prompt": "who are you",
+            "max_tokens": 20,
+            "temperature": 0,
+            "model": str(folders.snapshot),
+        }
         beside = Stream(server, {"prompt": "beside", "max_tokens": LONG, "model": str(other)})
         assert beside.first.wait(30)
         plain = server.post(usual)[1]["choices"][0]["text"]

@@ -10,7 +10,9 @@ from shim.guards import empty_model_list
 MADE = {
     "absent": lambda cache: None,
     "a file": lambda cache: cache.write_text("no folder"),
-    "an entry that cannot be read": lambda cache: make_entry(cache / "models--some--broken", b"\xff\xfe"),
+    "an entry that cannot be read": lambda cache: make_entry(
+        cache / "models--some--broken", b"\xff\xfe"
+    ),
 }
 FILES = ("config.json", "model.safetensors.index.json", "tokenizer_config.json")
 
@@ -54,9 +56,13 @@ def test_what_the_server_lists(line, tiny, tmp_path, guarded):
             said = [line for line in server.shim_lines() if "lists nothing" in line]
             assert len(said) == len(MADE), "once each"
             names(server)
-            assert len([line for line in server.shim_lines() if "lists nothing" in line]) == len(MADE)
+            assert len([line for line in server.shim_lines() if "lists nothing" in line]) == len(
+                MADE
+            )
             (cache / "models--some--broken" / "refs" / "main").write_text("main-revision")
-            assert names(server) == ["some/broken", str(tiny.resolve())], "a folder that can be read, as with stock"
+            assert names(server) == ["some/broken", str(tiny.resolve())], (
+                "a folder that can be read, as with stock"
+            )
 
 
 def test_a_scan_that_succeeds_is_stocks():
@@ -64,7 +70,9 @@ def test_a_scan_that_succeeds_is_stocks():
     assert empty_model_list._Scan()(lambda: told, None, (), {}) is told
 
 
-@pytest.mark.parametrize("error", [PermissionError("no"), RuntimeError("a loop of links"), ValueError("x")])
+@pytest.mark.parametrize(
+    "error", [PermissionError("no"), RuntimeError("a loop of links"), ValueError("x")]
+)
 def test_any_failure_is_an_empty_list(error, capfd):
     def scan_cache_dir():
         raise error
@@ -77,7 +85,11 @@ def test_any_failure_is_an_empty_list(error, capfd):
 def test_the_list_has_only_what_a_request_may_name(tiny, tmp_path, guarded):
     """With a cache and, at first, without one."""
     cache = tmp_path / "home" / "hub"
-    environ = {"HF_HOME": str(cache.parent), "HF_HUB_CACHE": None, "MLX_SHIM_ALLOWED_MODELS": "some/allowed"}
+    environ = {
+        "HF_HOME": str(cache.parent),
+        "HF_HUB_CACHE": None,
+        "MLX_SHIM_ALLOWED_MODELS": "some/allowed",
+    }
     environ |= {} if guarded else {"MLX_SHIM_ANY_MODEL": "0"}
     with Server(NEWEST, tiny, tmp_path / "log", environ=environ) as server:
         assert names(server.ready()) == [str(tiny.resolve())]

@@ -15,7 +15,9 @@ def test_a_request_timeout_ends_that_request_alone(line, faulty, tmp_path, seed)
         server.ready()
         stream = Stream(server, {"prompt": "x", "max_tokens": 100_000, **seed})
         assert stream.first.wait(30)
-        status, answer = server.post({"prompt": "x", "max_tokens": 100_000, **seed})  # served alone, it waits
+        status, answer = server.post(
+            {"prompt": "x", "max_tokens": 100_000, **seed}
+        )  # served alone, it waits
         assert (status, answer["error"]["code"]) == (504, "request_timeout")
         assert stream.join().status == 200
         assert not stream.done
@@ -44,7 +46,11 @@ def test_a_waiter_on_a_dead_engine_is_told(line, tiny, tmp_path):
 def test_control_a_waiter_without_the_guard(line, faulty, tmp_path):
     """With endless_wait off nothing ends a request: its time does not, and on 0.31.3 no death of the engine either."""
     model = faulty(kind="RuntimeError", delay=0.05)
-    off = {"MLX_SHIM_ENDLESS_WAIT": "0", "MLX_SHIM_GENERATION_DEATH": "0", "MLX_SHIM_REQUEST_TIMEOUT": "1s"}
+    off = {
+        "MLX_SHIM_ENDLESS_WAIT": "0",
+        "MLX_SHIM_GENERATION_DEATH": "0",
+        "MLX_SHIM_REQUEST_TIMEOUT": "1s",
+    }
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=off) as server:
         waiting = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
         assert waiting.first.wait(30)

@@ -22,7 +22,10 @@ LETTERS = {
     str(ord(letter) - ord("!")): 100 for letter in "abcdefghijklmnopqrstuvwxyz"
 }  # tokens are sorted by character
 SPACE = {"220": 100}
-SHORT, LONG = "Once upon a time, ", "It was a dark and stormy night; the rain fell in torrents, except at occasional "
+SHORT, LONG = (
+    "Once upon a time, ",
+    "It was a dark and stormy night; the rain fell in torrents, except at occasional ",
+)
 
 
 def make_model(kind, line, folder):
@@ -40,7 +43,13 @@ class Client:
         self.answers, self.cached = [], []
 
     def ask(self, prompt, n=6, bias=LETTERS):
-        body = {"prompt": prompt, "max_tokens": n, "logit_bias": bias, "logprobs": True, **self.body}
+        body = {
+            "prompt": prompt,
+            "max_tokens": n,
+            "logit_bias": bias,
+            "logprobs": True,
+            **self.body,
+        }
         status, answer = self.server.post(body)
         self.keep(prompt, status, answer)
         return answer["choices"][0]["text"]
@@ -64,7 +73,9 @@ class Client:
         self.answers.append((prompt, said, ids, choice["finish_reason"], usage["prompt_tokens"]))
 
     def stream(self, prompt):
-        stream = Stream(self.server, {"prompt": prompt, "max_tokens": 6, "logit_bias": LETTERS, **self.body}).join()
+        stream = Stream(
+            self.server, {"prompt": prompt, "max_tokens": 6, "logit_bias": LETTERS, **self.body}
+        ).join()
         assert stream.done, stream.lines
         self.answers.append((prompt, stream.text))
 
@@ -106,7 +117,9 @@ def test_the_answers_are_a_cold_servers(line, tmp_path):
         warm, cached = everything(server.ready(), models)
         assert server.get("/health")[1]["guards"]["exact_cache_hit"] == "active"
     cold_cache = ("--prompt-cache-size", "0")
-    with Server(line, models["llama"], tmp_path / "cold", args=cold_cache, environ={"MLX_SHIM": "0"}) as server:
+    with Server(
+        line, models["llama"], tmp_path / "cold", args=cold_cache, environ={"MLX_SHIM": "0"}
+    ) as server:
         cold, nothing = everything(server.ready(), models)
     assert not any(any(counts) for counts in nothing.values()), "it has no prompt cache"
     for ours, theirs in zip(warm, cold, strict=True):

@@ -40,7 +40,9 @@ def outside(big, tmp_path_factory):
                 base = warm(server)
                 with Scales(server) as scales:
                     answers = converse(server)
-            assert len(set(answers)) > CONVERSATIONS / 4, "a text that is always the same tells nothing"
+            assert len(set(answers)) > CONVERSATIONS / 4, (
+                "a text that is always the same tells nothing"
+            )
             seen[line] = base, scales.most, answers
         return seen[line]
 
@@ -67,7 +69,11 @@ def test_many_conversations(line, big, outside, tmp_path):
     soft, hard = base + 8 * ENTRY, base + 25 * ENTRY
     if most < hard:
         raise Inconclusive(f"stock held {most / MIB:.0f} MiB, hard is {hard / MIB:.0f}")
-    limits = {"MLX_SHIM_MEMORY_SOFT": str(soft), "MLX_SHIM_MEMORY_HARD": str(hard), "MLX_SHIM_DEBUG": "1"}
+    limits = {
+        "MLX_SHIM_MEMORY_SOFT": str(soft),
+        "MLX_SHIM_MEMORY_HARD": str(hard),
+        "MLX_SHIM_DEBUG": "1",
+    }
     with Server(line, big, tmp_path / "log", args=CACHE, environ=limits) as server:
         warm(server)
         with Scales(server) as ours:
@@ -82,7 +88,10 @@ def test_many_conversations(line, big, outside, tmp_path):
 
 
 SMALL = {"prompt": "small", "max_tokens": 300, "temperature": 0}
-LARGE = [{"prompt": f"{n} at once " * (TOKENS // 10), "max_tokens": 350, "temperature": 0} for n in range(5)]
+LARGE = [
+    {"prompt": f"{n} at once " * (TOKENS // 10), "max_tokens": 350, "temperature": 0}
+    for n in range(5)
+]
 # What all of these take once their prompts are done, in steps of STEP tokens: in a batch each takes as much as the longest.
 BATCH = (len(LARGE) + 1) * 2 * big_model.STEP * big_model.bytes_per_token(4096)
 
@@ -123,15 +132,21 @@ def test_several_at_once(line, big, tmp_path):
         assert ours.most < bound, server.text()
         ended = [stream for stream in streams if not stream.done]
         assert ended, server.text()
-        assert re.search(r"memory: still above hard, request \d+ \(\d+ tokens\) is ended", server.text())
+        assert re.search(
+            r"memory: still above hard, request \d+ \(\d+ tokens\) is ended", server.text()
+        )
         codes = []
         for stream in ended:
             told = json.loads(stream.lines[-1]) if stream.status != 200 else list(stream.events)[-1]
             codes.append(told["error"]["code"])
         assert set(codes) <= {"memory_pressure", "context_length_exceeded"}
-        assert codes.count("context_length_exceeded") <= 1, "the last of them at most, as too much by itself"
+        assert codes.count("context_length_exceeded") <= 1, (
+            "the last of them at most, as too much by itself"
+        )
         for stream, whole in zip(streams, expected, strict=True):
-            assert (whole.text == stream.text) if stream.done else whole.text.startswith(stream.text)
+            assert (
+                (whole.text == stream.text) if stream.done else whole.text.startswith(stream.text)
+            )
         assert streams[0].done, "the small one was none of the largest"
         assert wait_until(lambda: server.get("/health/ready")[0] == 200, 30), server.text()
         assert "below hard again" in server.text()
@@ -149,7 +164,9 @@ class MemoryGroup:
         self.folder = (old if old.is_dir() else Path("/sys/fs/cgroup")) / name
         self.folder.mkdir()
         try:
-            (self.folder / ("memory.limit_in_bytes" if old.is_dir() else "memory.max")).write_text(str(limit))
+            (self.folder / ("memory.limit_in_bytes" if old.is_dir() else "memory.max")).write_text(
+                str(limit)
+            )
         except OSError:
             self.folder.rmdir()
             raise
@@ -170,11 +187,18 @@ def test_the_system_kills_stock_and_not_us(big, outside, tmp_path):
     base, _, expected = outside(NEWEST)
     outcome, answers = {}, {}
     for switch in ("0", "1"):
-        limits = {"MLX_SHIM_MEMORY_SOFT": str(base + 6 * ENTRY), "MLX_SHIM_MEMORY_HARD": str(base + 16 * ENTRY)}
-        with Server(NEWEST, big, tmp_path / switch, args=CACHE, environ={"MLX_SHIM": switch} | limits) as server:
+        limits = {
+            "MLX_SHIM_MEMORY_SOFT": str(base + 6 * ENTRY),
+            "MLX_SHIM_MEMORY_HARD": str(base + 16 * ENTRY),
+        }
+        with Server(
+            NEWEST, big, tmp_path / switch, args=CACHE, environ={"MLX_SHIM": switch} | limits
+        ) as server:
             warm(server)
             try:
-                group = MemoryGroup(f"mlx-lm-shim-test-{server.pid}", 24 * ENTRY)  # of what it takes from now on
+                group = MemoryGroup(
+                    f"mlx-lm-shim-test-{server.pid}", 24 * ENTRY
+                )  # of what it takes from now on
             except OSError as error:
                 pytest.skip(f"this machine lets nobody make a memory cgroup: {error}")
             with group:

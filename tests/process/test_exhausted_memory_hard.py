@@ -59,7 +59,9 @@ def test_a_history_that_grows_until_it_does_not_fit(line, tmp_path):
         if stock.most < hard:
             raise Inconclusive(f"stock held {stock.most / MIB:.0f} MiB, hard is {hard / MIB:.0f}")
     assert len(set(expected)) > 2, "a text that is always the same tells nothing"
-    with Server(line, model, tmp_path / "log", environ={"MLX_SHIM_MEMORY_HARD": str(hard)}) as server:
+    with Server(
+        line, model, tmp_path / "log", environ={"MLX_SHIM_MEMORY_HARD": str(hard)}
+    ) as server:
         warm(server)
         with Scales(server) as ours:
             said, refused = converse(server)
@@ -71,7 +73,9 @@ def test_a_history_that_grows_until_it_does_not_fit(line, tmp_path):
     tokens = last[1]["usage"]["prompt_tokens"]
     assert f"has {tokens} tokens" in refused[1]["error"]["message"]
     assert ROOM - STEP * TOKEN <= fits(refused) * TOKEN < tokens * TOKEN
-    print(f"{line}: stock {stock.most / MIB:.0f} MiB, ours {ours.most / MIB:.0f}, hard {hard / MIB:.0f}")
+    print(
+        f"{line}: stock {stock.most / MIB:.0f} MiB, ours {ours.most / MIB:.0f}, hard {hard / MIB:.0f}"
+    )
 
 
 def test_one_that_is_above_hard_by_itself(tmp_path):
@@ -93,7 +97,10 @@ def test_one_that_is_above_hard_by_itself(tmp_path):
 VOCABULARY = 300_000  # 77 MB of weights
 SWITCH_ROOM = 40 * MIB  # above the first model: half of what the second takes
 LONG = "long " * 520  # 81 MiB by the first model, 5 by the second
-STEPS = ("--prefill-step-size", "256")  # what a step takes beside the caches is not what this is about
+STEPS = (
+    "--prefill-step-size",
+    "256",
+)  # what a step takes beside the caches is not what this is about
 
 
 def test_models_in_turn(line, tmp_path):
@@ -105,10 +112,14 @@ def test_models_in_turn(line, tmp_path):
     )
 
     def ask(server, model, prompt):
-        return patient(server, {"prompt": prompt, "max_tokens": 8, "temperature": 0, "model": str(model)})
+        return patient(
+            server, {"prompt": prompt, "max_tokens": 8, "temperature": 0, "model": str(model)}
+        )
 
     def visit(server):
-        return [text_of(ask(server, *x)) for x in ((second, "small"), (second, LONG), (first, "small"))]
+        return [
+            text_of(ask(server, *x)) for x in ((second, "small"), (second, LONG), (first, "small"))
+        ]
 
     with Server(line, first, tmp_path / "stock", args=STEPS, environ={"MLX_SHIM": "0"}) as server:
         hard = warm(server) + SWITCH_ROOM
@@ -117,7 +128,9 @@ def test_models_in_turn(line, tmp_path):
         if stock.most < hard:
             raise Inconclusive(f"stock held {stock.most / MIB:.0f} MiB, hard is {hard / MIB:.0f}")
     assert len(set(expected)) == 3
-    with Server(line, first, tmp_path / "log", args=STEPS, environ={"MLX_SHIM_MEMORY_HARD": str(hard)}) as server:
+    with Server(
+        line, first, tmp_path / "log", args=STEPS, environ={"MLX_SHIM_MEMORY_HARD": str(hard)}
+    ) as server:
         warm(server)
         with Scales(server) as ours:
             refused = ask(server, first, LONG)
@@ -130,5 +143,9 @@ def test_models_in_turn(line, tmp_path):
     for status, answer in (refused, again, longer):
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded"), answer
     assert fits(refused) == fits(again)
-    assert fits(refused) < len(LONG) < 10 * fits(refused) < fits(longer) < 16 * len(LONG), "counted by its own tokens"
-    print(f"{line}: stock {stock.most / MIB:.0f} MiB, ours {ours.most / MIB:.0f}, hard {hard / MIB:.0f}")
+    assert fits(refused) < len(LONG) < 10 * fits(refused) < fits(longer) < 16 * len(LONG), (
+        "counted by its own tokens"
+    )
+    print(
+        f"{line}: stock {stock.most / MIB:.0f} MiB, ours {ours.most / MIB:.0f}, hard {hard / MIB:.0f}"
+    )

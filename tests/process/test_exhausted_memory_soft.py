@@ -21,9 +21,15 @@ class Beside:
         self.trigger, self.grace = folder / "trigger", grace
 
     def start(self):
-        entry = (str(REPO / "tests" / "kit" / "programs" / "memory_hog.py"), str(self.trigger), str(self.grace))
+        entry = (
+            str(REPO / "tests" / "kit" / "programs" / "memory_hog.py"),
+            str(self.trigger),
+            str(self.grace),
+        )
         log = self.folder / "log"
-        return Server(self.line, self.model.path, log, entry=entry, args=self.model.args, environ=self.environ)
+        return Server(
+            self.line, self.model.path, log, entry=entry, args=self.model.args, environ=self.environ
+        )
 
     def take(self):
         self.trigger.write_text(str(TAKEN))
@@ -83,7 +89,11 @@ def test_above_soft_nobody_new_is_let_in_until_it_is_less(line, slow, tmp_path):
 
 
 def test_control_without_the_guard_it_is_served_on(line, slow, tmp_path):
-    environ = {"MLX_SHIM_MEMORY_SOFT": "600M", "MLX_SHIM_MEMORY_HARD": "650M", "MLX_SHIM_EXHAUSTED_MEMORY": "0"}
+    environ = {
+        "MLX_SHIM_MEMORY_SOFT": "600M",
+        "MLX_SHIM_MEMORY_HARD": "650M",
+        "MLX_SHIM_EXHAUSTED_MEMORY": "0",
+    }
     beside = Beside(line, slow, tmp_path, environ, grace=1)
     with beside.start() as server:
         server.ready()

@@ -8,7 +8,9 @@ import time
 from conftest import FaultyModel
 from kit.harness import Server, expect_zombie, wait_until
 
-DEADLINE = {"MLX_SHIM_GIL_DEADLINE": "6s"}  # a busy machine may keep an interpreter waiting for a while
+DEADLINE = {
+    "MLX_SHIM_GIL_DEADLINE": "6s"
+}  # a busy machine may keep an interpreter waiting for a while
 
 
 def frozen(server, model):
@@ -44,9 +46,15 @@ def test_somebody_elses_use_of_the_timer_is_respected(line, tiny, tmp_path):
     """)
     )
     with Server(
-        line, tiny, tmp_path / "log", entry=(str(program),), environ={"MLX_SHIM_GIL_DEADLINE": "60s"}
+        line,
+        tiny,
+        tmp_path / "log",
+        entry=(str(program),),
+        environ={"MLX_SHIM_GIL_DEADLINE": "60s"},
     ) as server:
         server.ready()
         assert wait_until(lambda: "Timeout (0:00:02)!" in server.text(), 30)
-        assert any("uses faulthandler.dump_traceback_later itself" in x for x in server.shim_lines())
+        assert any(
+            "uses faulthandler.dump_traceback_later itself" in x for x in server.shim_lines()
+        )
         assert server.alive

@@ -13,7 +13,11 @@ from kit.fuzz import Beside, bodies, judge, judge_wire, normal_texts, wires
 from kit.harness import Inconclusive, Server
 
 EXAMPLES = settings(
-    max_examples=250, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=250,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 

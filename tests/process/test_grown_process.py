@@ -34,7 +34,9 @@ def test_after_so_many_requests_once_it_is_idle(line, faulty, tmp_path):
         model.hurry()
         assert stream.join().done
         assert server.wait_exit(30) == 75
-        assert "recycled at 4 requests, MLX_SHIM_RECYCLE_REQUESTS being 3 requests" in recycled(server)
+        assert "recycled at 4 requests, MLX_SHIM_RECYCLE_REQUESTS being 3 requests" in recycled(
+            server
+        )
         assert "its footprint was" in recycled(server)
         assert "exit 75" in recycled(server)
     (report,) = (tmp_path / "reports").iterdir()
@@ -45,7 +47,11 @@ def test_after_so_many_requests_once_it_is_idle(line, faulty, tmp_path):
 
 def test_a_busy_one_at_twice_the_limit(faulty, tmp_path):
     model = faulty(kind="none", delay=0.02)
-    environ = {"MLX_SHIM_RECYCLE_REQUESTS": "2", "MLX_SHIM_DRAIN": "5s", "MLX_SHIM_EXIT_GRACE": "10s"}
+    environ = {
+        "MLX_SHIM_RECYCLE_REQUESTS": "2",
+        "MLX_SHIM_DRAIN": "5s",
+        "MLX_SHIM_EXIT_GRACE": "10s",
+    }
     with Server(NEWEST, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
         stream = Stream(server.ready(), {"prompt": "busy", "max_tokens": 100_000})
         assert stream.first.wait(30)
@@ -102,7 +108,9 @@ def test_the_other_limits(tiny, tmp_path, environ, figure):
         assert server.wait_exit() == 75
         assert figure in recycled(server)
         left_out = any("MLX_SHIM_RECYCLE_MEMORY is left out" in x for x in server.shim_lines())
-        assert left_out == ("MLX_SHIM_RECYCLE_MEMORY" in environ), "it would be recycled before it could serve"
+        assert left_out == ("MLX_SHIM_RECYCLE_MEMORY" in environ), (
+            "it would be recycled before it could serve"
+        )
 
 
 def test_control_stock_serves_on(tiny, tmp_path):

@@ -37,9 +37,15 @@ class Front(Server):
 
     def sends_to_all(self):
         """Whether it takes each of its servers for one that is up; it looks at each once a second."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._stats}/stats;csv", timeout=30) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self._stats}/stats;csv", timeout=30
+        ) as answer:
             rows = list(csv.DictReader(answer.read().decode().removeprefix("# ").splitlines()))
-        states = [row["status"] for row in rows if row["pxname"] == "servers" and row["svname"] != "BACKEND"]
+        states = [
+            row["status"]
+            for row in rows
+            if row["pxname"] == "servers" and row["svname"] != "BACKEND"
+        ]
         assert len(states) == len(LINES), rows
         return all(state == "UP" for state in states)
 
@@ -68,7 +74,9 @@ def haproxy(folder, servers, *, retries: bool):
             [need("haproxy"), "-db", "-f", str(path)], stdout=log, stderr=log, env=clean_environ()
         )
     try:
-        assert wait_until(lambda: listens(port) and listens(stats), 30), path.with_suffix(".log").read_text()
+        assert wait_until(lambda: listens(port) and listens(stats), 30), path.with_suffix(
+            ".log"
+        ).read_text()
         yield Front(port, stats)
         assert process.poll() is None, path.with_suffix(".log").read_text()
     finally:
@@ -92,7 +100,9 @@ def test_no_client_sees_that_an_engine_died(tmp_path):
             servers.append(stack.enter_context(server))
         for server in servers:
             server.ready()
-        front, bare = (stack.enter_context(haproxy(tmp_path, servers, retries=r)) for r in (True, False))
+        front, bare = (
+            stack.enter_context(haproxy(tmp_path, servers, retries=r)) for r in (True, False)
+        )
         who_leaves_is_not_served_any_more(front, bare, servers)
         streams_that_have_not_begun(front, servers[0])
         crowd = headline.Crowd(front.port, retries=0)
@@ -100,12 +110,18 @@ def test_no_client_sees_that_an_engine_died(tmp_path):
         for n, kind in enumerate([headline.KILLS, headline.KILLS, headline.STALLS]):
             crowd.settle()
             server, before = servers[n % 2], servers[n % 2].deaths
-            server.die(kind)  # not through HAProxy, which would have the other one die of it as well
-            assert wait_until(lambda server=server, before=before: server.deaths > before, 60), server.text()[-3000:]
+            server.die(
+                kind
+            )  # not through HAProxy, which would have the other one die of it as well
+            assert wait_until(lambda server=server, before=before: server.deaths > before, 60), (
+                server.text()[-3000:]
+            )
             server.ready()  # else the next death may leave none
             assert wait_until(front.sends_to_all, headline.PATIENCE)
         assert [crowd.leave(), control.leave()] == [0, 0]
-        print(f"\n{crowd.answers} answers; without retries {control.answers} and {len(control.errors)} errors")
+        print(
+            f"\n{crowd.answers} answers; without retries {control.answers} and {len(control.errors)} errors"
+        )
         assert crowd.errors == [], [repr(error.__cause__) for error in crowd.errors] + [
             s.text()[-3000:] for s in servers
         ]
@@ -157,6 +173,8 @@ def without_a_server(front, servers):
 def test_the_recipe_is_accepted_as_it_is(tmp_path):
     path = tmp_path / "haproxy.cfg"
     path.write_text(headline.recipe("backend servers"))
-    checked = subprocess.run([need("haproxy"), "-c", "-f", str(path)], capture_output=True, check=False)
+    checked = subprocess.run(
+        [need("haproxy"), "-c", "-f", str(path)], capture_output=True, check=False
+    )
     assert checked.returncode == 0, checked.stderr
     assert b"WARNING" not in checked.stderr + checked.stdout

@@ -9,7 +9,16 @@ import textwrap
 import time
 
 import pytest
-from kit.harness import KILLER, NEWEST, REPO, Server, clean_environ, expect_zombie, python_of, wait_until
+from kit.harness import (
+    KILLER,
+    NEWEST,
+    REPO,
+    Server,
+    clean_environ,
+    expect_zombie,
+    python_of,
+    wait_until,
+)
 from kit.streams import Stream
 
 pytestmark = pytest.mark.usefixtures("killable")
@@ -41,7 +50,9 @@ def killed(server):
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("hook", [HANGING_HOOK, RAISING_HOOK, EXITING_HOOK], ids=["hangs", "raises", "exits"])
+@pytest.mark.parametrize(
+    "hook", [HANGING_HOOK, RAISING_HOOK, EXITING_HOOK], ids=["hangs", "raises", "exits"]
+)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_threading_excepthook_of_the_program(line, tiny, tmp_path, hook, when):
     with Server(line, tiny, tmp_path / "log", entry=program(tmp_path, **{when: hook})) as server:
@@ -78,14 +89,18 @@ def test_a_report_that_cannot_be_made(tiny, tmp_path):
 
 
 def test_a_crash_reporter_installed_after_us_still_sees_the_death(line, tiny, tmp_path):
-    hook = "threading.excepthook = lambda args: print('REPORTED', args.exc_type.__name__, flush=True)"
+    hook = (
+        "threading.excepthook = lambda args: print('REPORTED', args.exc_type.__name__, flush=True)"
+    )
     with Server(line, tiny, tmp_path / "log", entry=program(tmp_path, after=hook)) as server:
         killed(server)
         assert server.text().count("REPORTED") == 1
 
 
 def test_stderr_closed(line, tiny, tmp_path):
-    with Server(line, tiny, tmp_path / "log", prefix=("sh", "-c", 'exec "$@" 2>&-', "sh")) as server:
+    with Server(
+        line, tiny, tmp_path / "log", prefix=("sh", "-c", 'exec "$@" 2>&-', "sh")
+    ) as server:
         killed(server)
 
 
@@ -102,7 +117,9 @@ def test_stderr_a_dead_pipe(line, tiny, tmp_path):
 def test_stderr_a_full_pipe(line, tiny, tmp_path):
     """The traceback's printer blocks for ever; stock's own log lines would too, so they are off."""
     reader, writer = os.pipe()
-    with Server(line, tiny, tmp_path / "log", stderr=writer, args=("--log-level", "CRITICAL")) as server:
+    with Server(
+        line, tiny, tmp_path / "log", stderr=writer, args=("--log-level", "CRITICAL")
+    ) as server:
         server.ready()
         os.set_blocking(writer, False)
         assert fill(writer) > 0
@@ -139,7 +156,15 @@ def test_two_hundred_clients_waiting(line, faulty, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PID namespaces are Linux's")
 def test_as_pid_1(line, tiny, tmp_path):
-    prefix = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc")
+    prefix = (
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+    )
     with Server(line, tiny, tmp_path / "log", prefix=prefix) as server:
         killed(server)
 
@@ -154,12 +179,17 @@ def test_no_new_thread_can_be_started(line, faulty, tmp_path):
         assert server.wait_exit(30) == 70
 
 
-@pytest.mark.parametrize("entry", [("-m", "mlx_lm.server"), ("-m", "mlx_lm", "server"), ("-m", "mlx_lm", "generate")])
+@pytest.mark.parametrize(
+    "entry", [("-m", "mlx_lm.server"), ("-m", "mlx_lm", "server"), ("-m", "mlx_lm", "generate")]
+)
 def test_nothing_is_said_where_no_server_starts(line, entry):
     """Least of all on stdout."""
     outputs = [
         subprocess.run(
-            [python_of(line), *entry, "--help"], capture_output=True, check=True, env=clean_environ(**environ)
+            [python_of(line), *entry, "--help"],
+            capture_output=True,
+            check=True,
+            env=clean_environ(**environ),
         )
         for environ in ({"PYTHONPATH": str(REPO)}, {"PYTHONPATH": str(REPO), "MLX_SHIM": "0"}, {})
     ]

@@ -20,7 +20,9 @@ def model_in(folder):
 
 def test_every_request_is_answered_in_the_end(line, tmp_path):
     kinds = [(KILLS, RAISES, STALLS)[n % 3] for n in range(DEATHS.get(line, 3))]
-    with headline.Supervised(line, model_in(tmp_path / "faulty"), tmp_path / "supervised", hand_over=True) as server:
+    with headline.Supervised(
+        line, model_in(tmp_path / "faulty"), tmp_path / "supervised", hand_over=True
+    ) as server:
         server.ready()
         crowd = headline.Crowd(server.port)
         times = headline.endure(server, crowd, kinds)
@@ -38,12 +40,18 @@ def test_controls_without_the_socket_and_stock_side_by_side(tmp_path):
         without, stock = (
             stack.enter_context(
                 headline.Supervised(
-                    NEWEST, model_in(tmp_path / f"model-{way}"), tmp_path / way, hand_over=False, environ=environ
+                    NEWEST,
+                    model_in(tmp_path / f"model-{way}"),
+                    tmp_path / way,
+                    hand_over=False,
+                    environ=environ,
                 )
             )
             for way, environ in ways.items()
         )
-        crowd, forsaken = (headline.Crowd(server.ready().port, clients=2) for server in (without, stock))
+        crowd, forsaken = (
+            headline.Crowd(server.ready().port, clients=2) for server in (without, stock)
+        )
         stack.callback(forsaken.stop)
         forsaken.settle()
         stock.die(RAISES)
@@ -53,7 +61,9 @@ def test_controls_without_the_socket_and_stock_side_by_side(tmp_path):
         assert crowd.leave() == 0
         assert crowd.errors == []
         watched = time.monotonic() - died
-        print(f"\n{crowd.refused} of {crowd.probes} probes refused; stock watched for {watched:.0f} s")
+        print(
+            f"\n{crowd.refused} of {crowd.probes} probes refused; stock watched for {watched:.0f} s"
+        )
         if not crowd.refused:
             raise Inconclusive(f"none of {crowd.probes} probes was refused")
         if watched < 2 or forsaken.answered_since(died) or "Traceback" not in stock.text():

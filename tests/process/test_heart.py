@@ -8,7 +8,11 @@ import pytest
 from kit.harness import KILLER, Server, expect_zombie, wait_until
 from kit.streams import Stream
 
-SHORT = {"MLX_SHIM_DECODE_STALL": "3s", "MLX_SHIM_PREFILL_STALL": "5s", "MLX_SHIM_EXIT_GRACE": "10s"}
+SHORT = {
+    "MLX_SHIM_DECODE_STALL": "3s",
+    "MLX_SHIM_PREFILL_STALL": "5s",
+    "MLX_SHIM_EXIT_GRACE": "10s",
+}
 
 # No queue of the server is a queue.Queue: nothing of what is delivered can be seen.
 OTHER_QUEUES = """
@@ -53,9 +57,14 @@ def program(tmp_path, text):
 def test_a_stall_where_only_bytes_of_answers_are_seen(line, faulty, tmp_path):
     model = faulty(kind="sleep")
     entry = program(tmp_path, OTHER_QUEUES)
-    with Server(line, model.path, tmp_path / "log", args=model.args, entry=entry, environ=SHORT) as server:
+    with Server(
+        line, model.path, tmp_path / "log", args=model.args, entry=entry, environ=SHORT
+    ) as server:
         server.ready()
-        assert any("endless_wait is incompatible (cannot see deliveries (" in x for x in server.shim_lines())
+        assert any(
+            "endless_wait is incompatible (cannot see deliveries (" in x
+            for x in server.shim_lines()
+        )
         guards = server.get("/health")[1]["guards"]
         assert (guards["stall"], guards["endless_wait"]) == ("degraded", "incompatible")
         stream = Stream(server, {"prompt": "x", "max_tokens": 100_000})
@@ -70,7 +79,9 @@ def test_control_of_a_stall_where_only_bytes_are_seen(line, faulty, tmp_path):
     model = faulty(kind="sleep")
     entry = program(tmp_path, OTHER_QUEUES)
     off = SHORT | {"MLX_SHIM_STALL": "0"}
-    with Server(line, model.path, tmp_path / "log", args=model.args, entry=entry, environ=off) as server:
+    with Server(
+        line, model.path, tmp_path / "log", args=model.args, entry=entry, environ=off
+    ) as server:
         server.ready()
         model.fire()
         server.send_and_leave({"prompt": "x"})
@@ -82,7 +93,9 @@ def test_a_long_answer_that_is_not_streamed_is_no_stall(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.05)
     entry = program(tmp_path, OTHER_QUEUES)
     environ = SHORT | {"MLX_SHIM_PREFILL_STALL": "2s"}
-    with Server(line, model.path, tmp_path / "log", args=model.args, entry=entry, environ=environ) as server:
+    with Server(
+        line, model.path, tmp_path / "log", args=model.args, entry=entry, environ=environ
+    ) as server:
         assert server.ready().post({"prompt": "x", "max_tokens": 160})[0] == 200
         assert server.alive
         assert "stalled" not in server.text()
@@ -98,7 +111,9 @@ def test_wrappers_that_are_never_called_are_told_of(line, tiny, tmp_path):
         assert wait_until(lambda: server.get("/health")[1].get("unseen"), 10)
         assert set(server.get("/health")[1]["unseen"]) == {"handlers", "tokenizing"}
         told = "untruthful_health is degraded (cannot see handlers ("
-        assert any(told in x and "requests were served and none was seen" in x for x in server.shim_lines())
+        assert any(
+            told in x and "requests were served and none was seen" in x for x in server.shim_lines()
+        )
         server.send_and_leave(KILLER)
         assert server.wait_exit(30) == 70
 
@@ -112,6 +127,8 @@ def test_a_death_that_no_wrapper_sees(line, tiny, tmp_path, swallow):
         assert server.wait_exit(10) == 70
         reason = "its loop returned" if swallow else "the generation thread died: "
         assert any("fatal: " in x and reason in x for x in server.shim_lines())
-    with Server(line, tiny, tmp_path / "off", entry=entry, environ={"MLX_SHIM_GENERATION_DEATH": "0"}) as control:
+    with Server(
+        line, tiny, tmp_path / "off", entry=entry, environ={"MLX_SHIM_GENERATION_DEATH": "0"}
+    ) as control:
         control.ready().send_and_leave(KILLER)
         expect_zombie(control)

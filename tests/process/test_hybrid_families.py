@@ -73,15 +73,24 @@ def modules(line):
     return folder
 
 
-CASES = [(line, family) for line in LINES for family in FAMILIES if (modules(line) / f"{family}.py").exists()]
+CASES = [
+    (line, family)
+    for line in LINES
+    for family in FAMILIES
+    if (modules(line) / f"{family}.py").exists()
+]
 
 
 @pytest.mark.parametrize(("line", "family"), CASES)
 def test_a_family(line, family):
     ours, stock = run(line, family), run(line, family, **OFF)
-    if ours["leak"] >= 2 or stock["leak"] < 3:  # a busy machine's temporaries, or a leak: that shows each time
+    if (
+        ours["leak"] >= 2 or stock["leak"] < 3
+    ):  # a busy machine's temporaries, or a leak: that shows each time
         ours, stock = run(line, family), run(line, family, **OFF)
-    print(f"{line} {family}: bytes a token, stock {stock['leak']:g}, ours {ours['leak']:g} ({ours['arrays']} layers)")
+    print(
+        f"{line} {family}: bytes a token, stock {stock['leak']:g}, ours {ours['leak']:g} ({ours['arrays']} layers)"
+    )
     assert ours["tokens"] == stock["tokens"]
     assert ours["logprobs"] == stock["logprobs"], "bit for bit"
     assert ours["leak"] < 2, "a slope: a token that leaked anything at all would show as four"
@@ -124,11 +133,22 @@ CAP = """
 def test_the_cap_in_small(line, family):
     """Stock crosses a limit of L buffers after L / (linear layers - 1) tokens, ours never."""
     limit = 300
-    arguments = [python_of(line), "-c", textwrap.dedent(CAP), str(REPO / "tests"), family, str(limit)]
+    arguments = [
+        python_of(line),
+        "-c",
+        textwrap.dedent(CAP),
+        str(REPO / "tests"),
+        family,
+        str(limit),
+    ]
     results = []
     for environ in ({}, OFF):
         child = subprocess.run(
-            arguments, capture_output=True, text=True, check=False, env=clean_environ(PYTHONPATH=str(REPO), **environ)
+            arguments,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=clean_environ(PYTHONPATH=str(REPO), **environ),
         )
         assert child.returncode == 0, child.stderr
         results.append(json.loads(child.stdout.splitlines()[-1]))
@@ -136,4 +156,6 @@ def test_the_cap_in_small(line, family):
     print(f"{line} {family}: a limit of {limit} is crossed after {stock} tokens, ours {ours}")
     assert ours is None
     if stock is None or abs(stock - limit / (linear - 1)) > 30:
-        raise Inconclusive(f"stock crossed it after {stock} tokens, not about {limit / (linear - 1):.0f}")
+        raise Inconclusive(
+            f"stock crossed it after {stock} tokens, not about {limit / (linear - 1):.0f}"
+        )

@@ -6,7 +6,11 @@ import pytest
 from kit.harness import START, Inconclusive, Server, wait_until
 from kit.models import hybrid_model
 
-OFF = {"MLX_SHIM_LEAKING_ADVANCE": "0", "MLX_SHIM_LEAKING_OFFSET": "0", "MLX_SHIM_PINNED_BATCH": "0"}
+OFF = {
+    "MLX_SHIM_LEAKING_ADVANCE": "0",
+    "MLX_SHIM_LEAKING_OFFSET": "0",
+    "MLX_SHIM_PINNED_BATCH": "0",
+}
 TURNS = 6
 
 
@@ -19,7 +23,9 @@ def conversation(server, seed=None):
     """What each turn answered, and how many of its prompt's tokens came from the cache."""
     answers, prompt = [], "Once upon a time there was a long prompt. "
     for turn in range(TURNS):
-        body = {"prompt": prompt, "max_tokens": 20, "logprobs": True} | ({"seed": seed} if seed else {})
+        body = {"prompt": prompt, "max_tokens": 20, "logprobs": True} | (
+            {"seed": seed} if seed else {}
+        )
         status, answer = server.post(body)
         assert status == 200
         choice = answer["choices"][0]
@@ -49,7 +55,9 @@ def chat_turns(line, model, tmp_path):
         server.ready()
         for turn in range(4):
             messages.append({"role": "user", "content": f"Question {turn}?"})
-            status, answer = server.post({"messages": messages, "max_tokens": 5}, "/v1/chat/completions")
+            status, answer = server.post(
+                {"messages": messages, "max_tokens": 5}, "/v1/chat/completions"
+            )
             assert status == 200
             cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
             messages.append({"role": "assistant", "content": "yes"})

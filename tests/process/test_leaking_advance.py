@@ -156,7 +156,8 @@ def test_it_retires_where_upstream_is_cured():
     calm = cured.replace("ADVANCE", "lambda self, n: None")
     assert run(NEWEST, calm) == "retired (8 calls of advance hold no memory)"
     odd = cured.replace(
-        "ADVANCE", "lambda self, n: self.cache.pop() if self.cache else setattr(self, 'left_padding', None)"
+        "ADVANCE",
+        "lambda self, n: self.cache.pop() if self.cache else setattr(self, 'left_padding', None)",
     )
     assert run(NEWEST, odd).startswith("incompatible (active memory changed by -")
 

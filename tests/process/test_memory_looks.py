@@ -17,7 +17,12 @@ def test_a_look_costs_little_waits_for_no_product_and_starts_no_process(line):
     """The guard's own, with the mlx of either line. The product takes seconds; a look that waited for it would as well."""
     program = REPO / "tests" / "kit" / "programs" / "memory_looks.py"
     done = subprocess.run(
-        [python_of(line), str(program)], env=clean_environ(), check=True, capture_output=True, text=True, timeout=120
+        [python_of(line), str(program)],
+        env=clean_environ(),
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     seen = json.loads(done.stdout)
     looks, took = seen["looks"], seen["took"]
@@ -29,7 +34,9 @@ def test_a_look_costs_little_waits_for_no_product_and_starts_no_process(line):
     assert seen["above"] < MOST
     assert took > 1.5
     assert len(looks) > 30
-    assert max(looks) < took / 3, "on a busy machine a look may lose the processor, but not for so long"
+    assert max(looks) < took / 3, (
+        "on a busy machine a look may lose the processor, but not for so long"
+    )
     assert statistics.median(looks) < 0.05
     assert seen["heard"], "a process that is started is noticed"
     assert seen["started"] == []
@@ -40,7 +47,9 @@ def test_once_a_second_by_the_watchdog_whatever_is_generated(faulty, tmp_path):
     model = faulty(kind="none", delay=0.01)
     entry = (str(REPO / "tests" / "kit" / "programs" / "counted_looks.py"),)
     environ = {"MLX_SHIM_MEMORY_SOFT": "90%", "MLX_SHIM_MEMORY_HARD": "95%"}
-    with Server(NEWEST, model.path, tmp_path / "log", entry=entry, args=model.args, environ=environ) as server:
+    with Server(
+        NEWEST, model.path, tmp_path / "log", entry=entry, args=model.args, environ=environ
+    ) as server:
         server.ready().post({"prompt": "what is learnt once is learnt", "max_tokens": 2})
         before, begun = server.log.stat().st_size, time.monotonic()
         stream = Stream(server, {"prompt": "x", "max_tokens": 300}).join()

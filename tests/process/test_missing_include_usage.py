@@ -45,7 +45,9 @@ def test_no_option_means_no_usage(line, tiny, tmp_path):
 
 
 def test_control_stock_cuts_the_stream(line, tiny, tmp_path):
-    with Server(line, tiny, tmp_path / "log", environ={"MLX_SHIM_MISSING_INCLUDE_USAGE": "0"}) as server:
+    with Server(
+        line, tiny, tmp_path / "log", environ={"MLX_SHIM_MISSING_INCLUDE_USAGE": "0"}
+    ) as server:
         cut = stream(server.ready(), "/v1/completions", stream_options={})
         if cut.done or "include_usage" not in server.text():
             raise Inconclusive(f"stock ends it well: {cut.lines[-3:]}")

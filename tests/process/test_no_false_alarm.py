@@ -15,7 +15,9 @@ from kit.streams import Stream
 
 # The limits of the contract, 120 s and 600 s, with time running forty times as fast.
 FAST = {"MLX_SHIM_DECODE_STALL": "3s", "MLX_SHIM_PREFILL_STALL": "15s"}
-SOAK = float(os.environ.get("MLX_LM_SHIM_SOAK", "120"))  # seconds, for the newest line; a quarter for the other
+SOAK = float(
+    os.environ.get("MLX_LM_SHIM_SOAK", "120")
+)  # seconds, for the newest line; a quarter for the other
 
 
 def calm(server):
@@ -50,7 +52,9 @@ def test_many_arrive_during_one_long_step(line, faulty, tmp_path):
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=FAST) as server:
         decoding = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
         assert decoding.first.wait(60)
-        arriving = [Stream(server, {"prompt": f"{n} {'y' * 60}", "max_tokens": 2}) for n in range(24)]
+        arriving = [
+            Stream(server, {"prompt": f"{n} {'y' * 60}", "max_tokens": 2}) for n in range(24)
+        ]
         for stream in arriving:
             stream.join()
         assert decoding.thread.is_alive()
@@ -88,7 +92,15 @@ def test_many_queued_behind_one(line, faulty, tmp_path):
 
 def test_a_prompt_waiting_while_the_batch_is_full_of_others(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.1)
-    args = (*model.args, "--decode-concurrency", "2", "--prompt-concurrency", "1", "--prefill-step-size", "8")
+    args = (
+        *model.args,
+        "--decode-concurrency",
+        "2",
+        "--prompt-concurrency",
+        "1",
+        "--prefill-step-size",
+        "8",
+    )
     environ = {"MLX_SHIM_DECODE_STALL": "3s", "MLX_SHIM_PREFILL_STALL": "4s"}
     with Server(line, model.path, tmp_path / "log", args=args, environ=environ) as server:
         full = [Stream(server.ready(), {"prompt": "x", "max_tokens": 100}) for _ in range(2)]
@@ -157,7 +169,10 @@ def test_a_soak_leaves_nothing_behind(line, faulty, tmp_path, seconds):
         assert set(statuses) <= {400, -1}, "a bad request is 400; -1 is a client that left"
         assert statuses[400] and statuses[-1]
         assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 0, 20)
-        assert wait_until(lambda: thread_count(server) <= threads, 20), (threads, thread_count(server))
+        assert wait_until(lambda: thread_count(server) <= threads, 20), (
+            threads,
+            thread_count(server),
+        )
         calm(server)
         assert server.get("/health")[1]["status"] == "ok"
 
@@ -166,7 +181,9 @@ def load(server, seconds):
     """How often six clients got each status within `seconds`."""
     end = time.monotonic() + seconds
     statuses: dict[int, int] = {}
-    clients = [threading.Thread(target=one_client, args=(server, end, n, statuses)) for n in range(6)]
+    clients = [
+        threading.Thread(target=one_client, args=(server, end, n, statuses)) for n in range(6)
+    ]
     for client in clients:
         client.start()
     for client in clients:
@@ -183,14 +200,18 @@ def one_client(server, end, number, statuses):
         if kind == "stream":
             status = Stream(server, {"prompt": prompt, "max_tokens": 30}).join().status
         elif kind in ("plain", "seed"):
-            status = server.post({"prompt": prompt, "max_tokens": 20} | ({"seed": 1} if kind == "seed" else {}))[0]
+            status = server.post(
+                {"prompt": prompt, "max_tokens": 20} | ({"seed": 1} if kind == "seed" else {})
+            )[0]
         elif kind == "chat":
             chat = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 10}
             status = server.post(chat, "/v1/chat/completions")[0]
         elif kind == "bad":
             status = server.post({"messages": [{"content": "no role"}]}, "/v1/chat/completions")[0]
         else:
-            s = server.send_and_leave({"prompt": prompt, "max_tokens": 3000, "stream": chance.random() < 0.5})
+            s = server.send_and_leave(
+                {"prompt": prompt, "max_tokens": 3000, "stream": chance.random() < 0.5}
+            )
             time.sleep(chance.random())
             s.close()
         statuses[status] = statuses.get(status, 0) + 1
@@ -200,5 +221,7 @@ def thread_count(server):
     import subprocess
 
     return int(
-        subprocess.run(["ps", "-o", "nlwp=", "-p", str(server.pid)], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            ["ps", "-o", "nlwp=", "-p", str(server.pid)], capture_output=True, text=True, check=True
+        ).stdout
     )

@@ -51,7 +51,9 @@ def test_other_threads_may_die(line, tiny, tmp_path):
     program.write_text(textwrap.dedent(PROGRAM))
     with Server(line, tiny, tmp_path / "log", entry=(str(program),)) as server:
         assert wait_until(lambda: "ALL DEAD" in server.text(), 60), server.text()
-        assert server.text().count("RuntimeError: benign") == 3, "their tracebacks are printed as ever"
+        assert server.text().count("RuntimeError: benign") == 3, (
+            "their tracebacks are printed as ever"
+        )
         server.ready()
         for body in HANDLER_KILLERS:
             try:

@@ -38,9 +38,22 @@ BODY = b'{"prompt": "x", "max_tokens": 1}'
 POST = b" HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(BODY)
 TURNED_AWAY = {
     "no key": b"POST /v1/completions" + POST + b"\r\n" + BODY,
-    "a wrong key": b"POST /v1/completions" + POST + b"Authorization: Bearer " + WRONG.encode() + b"\r\n\r\n" + BODY,
-    "a wrong scheme": b"POST /v1/completions" + POST + b"Authorization: Basic " + KEY.encode() + b"\r\n\r\n" + BODY,
-    "two keys": b"POST /chat/completions" + POST + b"Authorization: Bearer x\r\nAuthorization: Bearer y\r\n\r\n" + BODY,
+    "a wrong key": b"POST /v1/completions"
+    + POST
+    + b"Authorization: Bearer "
+    + WRONG.encode()
+    + b"\r\n\r\n"
+    + BODY,
+    "a wrong scheme": b"POST /v1/completions"
+    + POST
+    + b"Authorization: Basic "
+    + KEY.encode()
+    + b"\r\n\r\n"
+    + BODY,
+    "two keys": b"POST /chat/completions"
+    + POST
+    + b"Authorization: Bearer x\r\nAuthorization: Bearer y\r\n\r\n"
+    + BODY,
     "a body announced and never sent": b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9999999\r\n\r\n",
     "no length": b"POST /v1/completions HTTP/1.1\r\n\r\n",
     "models": b"GET /v1/models HTTP/1.1\r\n\r\n",
@@ -71,8 +84,12 @@ def check_that_it_is_closed(server, model):
         assert "\r\nWWW-Authenticate: Bearer\r\n" in head, name
         error = json.loads(body)["error"]
         assert {k: error[k] for k in ("type", "code")} == UNAUTHORIZED["error"], name
-    assert said_to(server, b"HEAD /v1/models HTTP/1.1\r\n\r\n").endswith("\r\n\r\n"), "no body for HEAD"
-    assert json.loads(said_to(server, b"GET /v1/models\r\n\r\n"))["error"]["code"] == "invalid_api_key", "HTTP/0.9"
+    assert said_to(server, b"HEAD /v1/models HTTP/1.1\r\n\r\n").endswith("\r\n\r\n"), (
+        "no body for HEAD"
+    )
+    assert (
+        json.loads(said_to(server, b"GET /v1/models\r\n\r\n"))["error"]["code"] == "invalid_api_key"
+    ), "HTTP/0.9"
     for name, raw in MALFORMED.items():
         said = said_to(server, raw)
         assert model not in said, (name, said)
@@ -80,11 +97,23 @@ def check_that_it_is_closed(server, model):
 
 
 def check_that_it_opens(server):
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=KEY, max_retries=0)
-    assert client.completions.create(model="default_model", prompt="o", max_tokens=2).usage.completion_tokens == 2
+    client = openai.OpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key=KEY, max_retries=0
+    )
+    assert (
+        client.completions.create(
+            model="default_model", prompt="o", max_tokens=2
+        ).usage.completion_tokens
+        == 2
+    )
     assert [model.object for model in client.models.list()]
-    stranger = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=WRONG, max_retries=0)
-    for prompt in ("p", "large " * 2_000_000):  # far beyond the sockets' buffers: it is answered all the same
+    stranger = openai.OpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key=WRONG, max_retries=0
+    )
+    for prompt in (
+        "p",
+        "large " * 2_000_000,
+    ):  # far beyond the sockets' buffers: it is answered all the same
         with pytest.raises(openai.AuthenticationError) as turned_away:
             stranger.completions.create(model="default_model", prompt=prompt)
         assert turned_away.value.code == "invalid_api_key"
@@ -92,10 +121,14 @@ def check_that_it_opens(server):
 
 def check_what_is_open(server):
     for path in ("/health", "/health/live", "/health/ready", "/health?x"):
-        assert said_to(server, f"GET {path} HTTP/1.1\r\n\r\n".encode()).startswith("HTTP/1.0 200 "), path
+        assert said_to(server, f"GET {path} HTTP/1.1\r\n\r\n".encode()).startswith(
+            "HTTP/1.0 200 "
+        ), path
     preflight = said_to(server, b"OPTIONS /v1/completions HTTP/1.1\r\nOrigin: http://x\r\n\r\n")
     assert preflight.startswith("HTTP/1.0 204 ")
-    assert "\r\nAccess-Control-Allow-Headers: Authorization\r\n" in preflight, "else no browser sends the key"
+    assert "\r\nAccess-Control-Allow-Headers: Authorization\r\n" in preflight, (
+        "else no browser sends the key"
+    )
 
 
 def check_that_nothing_tells_the_key(server):
@@ -155,7 +188,11 @@ def test_doctor_says_so(key_file):
     for environ, status, says in (
         ({"MLX_SHIM_API_KEY_FILE": str(key_file)}, 0, "open_door               active"),
         ({}, 0, "open_door               off (MLX_SHIM_API_KEY_FILE is not set)"),
-        ({"MLX_SHIM_API_KEY_FILE": KEY}, 1, "FIX: open_door is failed: the key file cannot be read: No such file"),
+        (
+            {"MLX_SHIM_API_KEY_FILE": KEY},
+            1,
+            "FIX: open_door is failed: the key file cannot be read: No such file",
+        ),
     ):
         answer = subprocess.run(
             [python_of(NEWEST), "-m", "shim", "doctor"], capture_output=True, text=True, check=False, cwd=REPO,
@@ -166,10 +203,17 @@ def test_doctor_says_so(key_file):
 
 
 def test_control_without_the_guard_anyone_is_served(line, tiny, key_file, tmp_path):
-    environ = {"MLX_SHIM_API_KEY_FILE": str(key_file), "MLX_SHIM_OPEN_DOOR": "0", "HF_HUB_CACHE": str(tmp_path)}
+    environ = {
+        "MLX_SHIM_API_KEY_FILE": str(key_file),
+        "MLX_SHIM_OPEN_DOOR": "0",
+        "HF_HUB_CACHE": str(tmp_path),
+    }
     with Server(line, tiny, tmp_path / "log", environ=environ) as server:
         server.ready()
-        assert any("MLX_SHIM_API_KEY_FILE has no effect: MLX_SHIM_OPEN_DOOR is off" in x for x in server.shim_lines())
+        assert any(
+            "MLX_SHIM_API_KEY_FILE has no effect: MLX_SHIM_OPEN_DOOR is off" in x
+            for x in server.shim_lines()
+        )
         said = said_to(server, TURNED_AWAY["a wrong key"])
         models = said_to(server, TURNED_AWAY["//v1/models"])
         if '"choices"' not in said or str(tiny) not in models:

@@ -15,18 +15,28 @@ def test_the_openai_client(line, faulty, tmp_path):
     environ = {"MLX_SHIM_WHILE_LOADING": "reject", "MLX_SHIM_EXIT_GRACE": "10s"}
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
         server.ready()
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=2)
+        client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=2
+        )
         done = client.completions.create(model="default_model", prompt="x", max_tokens=3)
         assert done.usage.completion_tokens == 3
         before = server.text().count("POST /v1/chat/completions")
         with pytest.raises(openai.BadRequestError) as bad:
-            client.chat.completions.create(model="default_model", messages=[{"content": "no role"}], max_tokens=3)
+            client.chat.completions.create(
+                model="default_model", messages=[{"content": "no role"}], max_tokens=3
+            )
         assert bad.value.code == "invalid_request"
-        assert server.text().count("POST /v1/chat/completions") == before + 1, "a 400 is not tried again"
+        assert server.text().count("POST /v1/chat/completions") == before + 1, (
+            "a 400 is not tried again"
+        )
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="/no/such/model", prompt="x")
-        client.completions.create(model="default_model", prompt="x", max_tokens=1)  # loads it again; served alone
-        stream = client.completions.create(model="default_model", prompt="x", max_tokens=5000, stream=True)
+        client.completions.create(
+            model="default_model", prompt="x", max_tokens=1
+        )  # loads it again; served alone
+        stream = client.completions.create(
+            model="default_model", prompt="x", max_tokens=5000, stream=True
+        )
         with pytest.raises(openai.APIError) as cut:
             for n, _ in enumerate(stream):
                 if n == 3:
@@ -40,7 +50,9 @@ def test_the_openai_client_retries_a_503(line, tiny, tmp_path):
         server.ready().send_and_leave(KILLER)
         assert wait_until(lambda: server.get("/health")[1]["status"] == "dead", 10)
         assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 0, 10)
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=1)
+        client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=1
+        )
         before = server.text().count("POST /v1/completions")
         with pytest.raises(openai.InternalServerError) as dead:
             client.completions.create(model="default_model", prompt="x")

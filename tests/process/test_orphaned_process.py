@@ -29,7 +29,9 @@ def test_port_taken_is_71(line, tiny, tmp_path, port):
         (said,) = fatal_lines(server)
         assert "could not listen: OSError: [Errno" in said
         assert "Traceback" in server.text(), "Python's own account stays in the log"
-    with Server(line, tiny, tmp_path / "control", port=port, environ={"MLX_SHIM_ORPHANED_PROCESS": "0"}) as server:
+    with Server(
+        line, tiny, tmp_path / "control", port=port, environ={"MLX_SHIM_ORPHANED_PROCESS": "0"}
+    ) as server:
         expect_unreachable_for_ever(server)
     with Server(line, tiny, tmp_path / "stock", port=port, environ={"MLX_SHIM": "0"}) as server:
         expect_unreachable_for_ever(server)
@@ -116,10 +118,14 @@ def test_a_program_whose_main_ends(line, tmp_path, ending, status):
         assert server.wait_exit() == status, server.text()
         assert len(fatal_lines(server)) == (status == 70)
     if status == 70:
-        with Server(line, None, tmp_path / "control", entry=(str(program),), environ={"MLX_SHIM": "0"}) as server:
+        with Server(
+            line, None, tmp_path / "control", entry=(str(program),), environ={"MLX_SHIM": "0"}
+        ) as server:
             time.sleep(6)
             if not server.alive:
-                raise Inconclusive(f"stock ended by itself with {server.process.returncode}: {server.text()}")
+                raise Inconclusive(
+                    f"stock ended by itself with {server.process.returncode}: {server.text()}"
+                )
 
 
 def test_an_orderly_stop_is_no_death(line, tiny, tmp_path):

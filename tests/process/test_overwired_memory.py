@@ -38,7 +38,9 @@ def asked(line, tiny, folder, wired):
     program, said = folder / "metal.py", folder / "said"
     program.write_text(METAL)
     environ = {"MLX_SHIM": "0"} if wired is None else {"MLX_SHIM_WIRED": wired}
-    with Server(line, tiny, folder / "log", entry=(str(program), str(said)), environ=environ) as server:
+    with Server(
+        line, tiny, folder / "log", entry=(str(program), str(said)), environ=environ
+    ) as server:
         server.ready()
         assert server.post({"prompt": "batch", "max_tokens": 2})[0] == 200
         assert server.post({"prompt": "alone", "max_tokens": 2, "seed": 1})[0] == 200
@@ -46,7 +48,9 @@ def asked(line, tiny, folder, wired):
         return [json.loads(text) for text in said.read_text().splitlines()], server.text(), state
 
 
-@pytest.mark.parametrize(("wired", "most"), [("off", 0), ("3G", 3 * GIB), ("model+4G", None), ("auto", 0)])
+@pytest.mark.parametrize(
+    ("wired", "most"), [("off", 0), ("3G", 3 * GIB), ("model+4G", None), ("auto", 0)]
+)
 def test_it_is_held_at_every_call(wired, most, line, tiny, tmp_path):
     sizes, log, state = asked(line, tiny, tmp_path, wired)
     assert len(sizes) >= 3
@@ -83,10 +87,18 @@ def test_no_call_site_is_unknown(line):
 def test_who_else_uses_mlx_is_left_alone(line, tiny, tmp_path):
     """A program's own call, through mlx.core itself, is not held."""
     program = tmp_path / "own.py"
-    program.write_text(METAL.replace("mlx_lm.server.main()", f"mx.set_wired_limit({5 * GIB}); mlx_lm.server.main()"))
+    program.write_text(
+        METAL.replace(
+            "mlx_lm.server.main()", f"mx.set_wired_limit({5 * GIB}); mlx_lm.server.main()"
+        )
+    )
     said = tmp_path / "said"
     with Server(
-        line, tiny, tmp_path / "log", entry=(str(program), str(said)), environ={"MLX_SHIM_WIRED": "off"}
+        line,
+        tiny,
+        tmp_path / "log",
+        entry=(str(program), str(said)),
+        environ={"MLX_SHIM_WIRED": "off"},
     ) as server:
         server.ready()
         assert json.loads(said.read_text().splitlines()[0]) == 5 * GIB
@@ -110,7 +122,11 @@ def test_mlx_has_its_own_limits(line, tiny, tmp_path):
     for name, environ in {
         "set": {"MLX_SHIM_CACHE_LIMIT": "16M", "MLX_SHIM_MEMORY_LIMIT": "3G"},
         "unset": {},
-        "less": {"MLX_SHIM_CACHE_LIMIT": "0", "MLX_SHIM_MEMORY_LIMIT": "65536", "MLX_SHIM_MEMORY_SOFT": "90%"},
+        "less": {
+            "MLX_SHIM_CACHE_LIMIT": "0",
+            "MLX_SHIM_MEMORY_LIMIT": "65536",
+            "MLX_SHIM_MEMORY_SOFT": "90%",
+        },
     }.items():
         with Server(line, tiny, tmp_path / name, entry=(str(program),), environ=environ) as server:
             log = server.ready().text()
@@ -121,7 +137,9 @@ def test_mlx_has_its_own_limits(line, tiny, tmp_path):
             told[name] = answer["choices"][0]["text"]
             if name == "less":
                 assert wait_until(lambda: "memory" in server.get("/health")[1], 10)
-                assert server.get("/health")[1]["memory"]["active"] > 65536, "the model alone is more"
+                assert server.get("/health")[1]["memory"]["active"] > 65536, (
+                    "the model alone is more"
+                )
     assert len(set(told.values())) == 1, told
     assert found["less"] == [0, 65536]
     assert found["set"] == [16 << 20, 3 << 30]

@@ -169,7 +169,9 @@ def test_a_healthy_program_comes_to_its_end(line, tiny, tmp_path, program, shim)
     """Beside stock, which shows that the program itself is sound."""
     path = tmp_path / "program.py"
     path.write_text(
-        PRELUDE + textwrap.dedent(PROGRAMS[program]) + "\nprint('CAME TO ITS END', flush=True)\nos._exit(0)\n"
+        PRELUDE
+        + textwrap.dedent(PROGRAMS[program])
+        + "\nprint('CAME TO ITS END', flush=True)\nos._exit(0)\n"
     )
     environ = clean_environ(**SHORT, PYTHONPATH=str(REPO), MLX_SHIM="1" if shim else "0")
     child = subprocess.run(

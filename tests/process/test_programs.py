@@ -10,7 +10,17 @@ import subprocess
 import textwrap
 
 import pytest
-from kit.harness import KILLER, NEWEST, REPO, VENVS, Server, clean_environ, free_port, python_of, taken_port
+from kit.harness import (
+    KILLER,
+    NEWEST,
+    REPO,
+    VENVS,
+    Server,
+    clean_environ,
+    free_port,
+    python_of,
+    taken_port,
+)
 
 pytestmark = pytest.mark.usefixtures("killable")
 
@@ -59,7 +69,9 @@ SHIM_WITHOUT_SPEC = """
 """
 
 
-@pytest.mark.parametrize("program", [IN_A_THREAD, OWN_LOOP, OWN_LOAD, UNPRINTABLE, SHIM_WITHOUT_SPEC])
+@pytest.mark.parametrize(
+    "program", [IN_A_THREAD, OWN_LOOP, OWN_LOAD, UNPRINTABLE, SHIM_WITHOUT_SPEC]
+)
 def test_they_serve_and_a_death_is_70(line, tiny, tmp_path, program):
     path = tmp_path / "program.py"
     path.write_text(textwrap.dedent(program))
@@ -102,7 +114,9 @@ def test_an_mlx_lm_without_metadata(tiny, tmp_path):
             (folder / item.name).symlink_to(item)
     bare = os.path.realpath(python_of(NEWEST))
     environ = {"PYTHONPATH": f"{REPO}{os.pathsep}{folder}"}
-    with Server(NEWEST, tiny, tmp_path / "log", entry=(bare, "-m", "mlx_lm", "server"), environ=environ) as server:
+    with Server(
+        NEWEST, tiny, tmp_path / "log", entry=(bare, "-m", "mlx_lm", "server"), environ=environ
+    ) as server:
         server.ready()
         assert "mlx-lm unknown" in server.text()
 
@@ -110,12 +124,16 @@ def test_an_mlx_lm_without_metadata(tiny, tmp_path):
 def test_an_mlx_lm_of_byte_code_only(tiny, tmp_path):
     (site,) = (VENVS / NEWEST).glob("lib/python3*/site-packages")
     folder = tmp_path / "site"
-    shutil.copytree(site / "mlx_lm", folder / "mlx_lm", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        site / "mlx_lm", folder / "mlx_lm", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for source in folder.rglob("*.py"):
         py_compile.compile(str(source), cfile=f"{source}c", doraise=True)
         source.unlink()
     environ = {"PYTHONPATH": f"{REPO}{os.pathsep}{folder}"}
-    with Server(NEWEST, tiny, tmp_path / "log", entry=("-m", "mlx_lm.server"), environ=environ) as server:
+    with Server(
+        NEWEST, tiny, tmp_path / "log", entry=("-m", "mlx_lm.server"), environ=environ
+    ) as server:
         server.ready().send_and_leave(KILLER)
         assert server.wait_exit(30) == 70
 
@@ -189,7 +207,10 @@ BUSY = {
 def test_port_taken_while_main_is_alive_by_name_only(tiny, tmp_path, what):
     path = tmp_path / "program.py"
     path.write_text(f"{BUSY[what]}\nfrom mlx_lm.server import main\nmain()\n")
-    with taken_port() as port, Server(NEWEST, tiny, tmp_path / "log", entry=(str(path),), port=port) as server:
+    with (
+        taken_port() as port,
+        Server(NEWEST, tiny, tmp_path / "log", entry=(str(path),), port=port) as server,
+    ):
         assert server.wait_exit(60) == 71
 
 
@@ -209,7 +230,10 @@ def test_a_program_that_tries_the_next_port_is_let(tiny, tmp_path):
             main()
     """)
     )
-    with taken_port() as port, Server(NEWEST, tiny, tmp_path / "log", entry=(str(path),), port=port) as server:
+    with (
+        taken_port() as port,
+        Server(NEWEST, tiny, tmp_path / "log", entry=(str(path),), port=port) as server,
+    ):
         server.port = other
         server.ready()
 

@@ -18,7 +18,10 @@ LIMIT = 20_000_000  # two of those served alone, three of the others
 FEED_FORWARD = 50_000
 WEIGHTS = weight_bytes(FEED_FORWARD)  # 38 MB
 SMALL = 2_000_000  # what else a server of the smallest model holds, its weights not counted
-OFF = {f"MLX_SHIM_{name}": "0" for name in ("OVERFULL_PROMPT_CACHE", "LEFTOVER_CACHE", "UNRETURNED_WEIGHTS")}
+OFF = {
+    f"MLX_SHIM_{name}": "0"
+    for name in ("OVERFULL_PROMPT_CACHE", "LEFTOVER_CACHE", "UNRETURNED_WEIGHTS")
+}
 
 
 class Metered(Server):
@@ -26,11 +29,20 @@ class Metered(Server):
 
     def __init__(self, line, model, log, **environ):
         meter = str(REPO / "tests" / "kit" / "programs" / "memory_meter.py")
-        super().__init__(line, model, log, entry=(meter,), args=("--prompt-cache-bytes", str(LIMIT)), environ=environ)
+        super().__init__(
+            line,
+            model,
+            log,
+            entry=(meter,),
+            args=("--prompt-cache-bytes", str(LIMIT)),
+            environ=environ,
+        )
         self.seen = 0
 
     def figures(self):
-        lines = [x[6:] for x in self.text().splitlines() if x.startswith("METER ") and x.endswith("}")]
+        lines = [
+            x[6:] for x in self.text().splitlines() if x.startswith("METER ") and x.endswith("}")
+        ]
         return [json.loads(x) for x in lines][self.seen :]
 
     def since(self, inserted):
@@ -59,8 +71,12 @@ def drive(server, folder):
         server.ask(f"{n}: alone", seed=1)
     phases["alone"] = server.since(4)
     Stream(server, {"prompt": "it grows" + "." * STEP, "max_tokens": STEP + 20}).join()
-    phases["growing"] = server.since(2)  # in a batch its prompt is an entry as well, until it is done
-    streams = [Stream(server, {"prompt": f"{n}: at once" + "x" * 200, "max_tokens": 20}) for n in range(6)]
+    phases["growing"] = server.since(
+        2
+    )  # in a batch its prompt is an entry as well, until it is done
+    streams = [
+        Stream(server, {"prompt": f"{n}: at once" + "x" * 200, "max_tokens": 20}) for n in range(6)
+    ]
     assert all(stream.join().done for stream in streams)
     phases["at once"] = server.since(12)
     messages = [{"role": "system", "content": "brief " * 20}, {"role": "user", "content": "hello"}]
@@ -111,13 +127,17 @@ def test_within_its_bytes_and_gone_with_its_model(line, first, tmp_path):
         end = figures[-1]
         weights = WEIGHTS if name in ("second", "third") else 0
         held = end["memory"] - boot["memory"] - weights
-        assert held <= end["counted"] + SMALL, f"{name}: {held} bytes are held, {end['counted']} counted"
+        assert held <= end["counted"] + SMALL, (
+            f"{name}: {held} bytes are held, {end['counted']} counted"
+        )
     assert most(phases["alone"], "counted") >= 2 * STEP * TOKEN, "the limit has room for two"
     assert cached > 100, "one that is too large pushes out no others"
     for name in ("second", "third", "back"):
         (load,) = of(phases[name], "load")
         assert load["entries"] == 0, "of the former model"
-        assert load["memory"] + load["pool"] <= SMALL, f"{name} does not find the machine empty: {load}"
+        assert load["memory"] + load["pool"] <= SMALL, (
+            f"{name} does not find the machine empty: {load}"
+        )
         assert of(phases[name], "insert"), "entries of this one are kept"
 
 
@@ -127,10 +147,16 @@ def test_control_stock_exceeds_and_keeps(line, first, tmp_path):
     report(line, phases)
     expect(most(phases["alone"], "counted") > 1.5 * LIMIT, "served alone it stays within the limit")
     expect(
-        any(f["counted"] and f["counted"] + f["batch"] > 1.5 * LIMIT for f in of(phases["growing"], "turn")),
+        any(
+            f["counted"] and f["counted"] + f["batch"] > 1.5 * LIMIT
+            for f in of(phases["growing"], "turn")
+        ),
         "room is made for a batch that grows",
     )
-    expect(phases["at once"][-1]["counted"] > 1.5 * LIMIT, "those that finish in a batch stay within the limit")
+    expect(
+        phases["at once"][-1]["counted"] > 1.5 * LIMIT,
+        "those that finish in a batch stay within the limit",
+    )
     loads = [load for name in ("second", "third", "back") for load in of(phases[name], "load")]
     expect(all(load["entries"] for load in loads), "the entries go with their model")
     expect(loads[-1]["memory"] > WEIGHTS, "the weights go before others are loaded")
@@ -150,4 +176,6 @@ def report(line, phases):
         counted, both = most(figures, "counted") / 1e6, most(figures, "counted", "batch") / 1e6
         loads = [f"{f['memory'] / 1e6:.1f} + {f['pool'] / 1e6:.1f}" for f in of(figures, "load")]
         end = f"{figures[-1]['counted'] / 1e6:.1f}, MLX {figures[-1]['memory'] / 1e6:.1f}"
-        print(f"{line} {name}: counted {counted:.1f}, with the batch {both:.1f}; at its end {end}; at a load {loads}")
+        print(
+            f"{line} {name}: counted {counted:.1f}, with the batch {both:.1f}; at its end {end}; at a load {loads}"
+        )

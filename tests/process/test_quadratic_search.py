@@ -66,7 +66,9 @@ def run(line, script, *arguments, **environ):
 
 def test_it_finds_what_stock_finds(line):
     searches, longer, ties = run(line, EQUIVALENCE, "1", MLX_SHIM_QUADRATIC_SEARCH="0")
-    print(f"{line}: {searches} searches, {longer} of them with a longer entry, {ties} with several as short")
+    print(
+        f"{line}: {searches} searches, {longer} of them with a longer entry, {ties} with several as short"
+    )
     assert searches > 50_000
     assert longer > 10_000
     assert ties > 300
@@ -79,6 +81,8 @@ def test_a_deep_entry_costs_no_time(line):
     assert seconds < 10
     small, _ = run(line, DEEP, "20000")
     stock, _ = run(line, DEEP, "20000", MLX_SHIM_QUADRATIC_SEARCH="0")
-    print(f"{line}: 20,000 tokens: stock {stock:.2f} s, ours {small:.3f} s; 300,000 tokens: {seconds:.2f} s")
+    print(
+        f"{line}: 20,000 tokens: stock {stock:.2f} s, ours {small:.3f} s; 300,000 tokens: {seconds:.2f} s"
+    )
     if stock < 5 * small:
         raise Inconclusive(f"stock takes {stock} s")

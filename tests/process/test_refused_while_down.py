@@ -27,7 +27,9 @@ def serving_on(passed: socket.socket, line, model, log, **options) -> Server:
     """A server to which `passed` is handed over as a supervisor would do it."""
     prefix = (python_of(NEWEST), "-c", PASSED, str(passed.fileno()))
     environ = {**DEADLY, **options.pop("environ", {})}
-    return Server(line, model, log, prefix=prefix, pass_fds=(passed.fileno(),), environ=environ, **options)
+    return Server(
+        line, model, log, prefix=prefix, pass_fds=(passed.fileno(),), environ=environ, **options
+    )
 
 
 @pytest.fixture
@@ -48,12 +50,16 @@ def test_who_connects_while_it_is_down_is_answered_by_the_next(line, tiny, tmp_p
     with serving_on(held, line, tiny, tmp_path / "first", port=port) as first:
         first.ready()
         os.kill(first.pid, signal.SIGSTOP)
-        queued = [first.send_and_leave(READY) for _ in range(WAITING)]  # nobody has taken them out of the queue
+        queued = [
+            first.send_and_leave(READY) for _ in range(WAITING)
+        ]  # nobody has taken them out of the queue
         os.kill(first.pid, signal.SIGKILL)
         first.wait_exit()
         queued += [first.send_and_leave(READY) for _ in range(WAITING)]  # nobody lives
         environ = {"MLX_SHIM_EXIT_GRACE": "10s"}
-        with serving_on(held, line, tiny, tmp_path / "second", port=port, environ=environ) as second:
+        with serving_on(
+            held, line, tiny, tmp_path / "second", port=port, environ=environ
+        ) as second:
             assert [answer_of(connection).status for connection in queued] == [200] * len(queued)
             killer = answer_of(second.send_and_leave(KILLER))
             assert (killer.status, killer.body["error"]["code"]) == (503, "engine_dead")
@@ -67,7 +73,9 @@ def test_who_connects_while_it_is_down_is_answered_by_the_next(line, tiny, tmp_p
 
 def test_control_without_the_guard_the_port_is_taken(line, tiny, tmp_path, held):
     environ = {"MLX_SHIM_REFUSED_WHILE_DOWN": "0"}
-    with serving_on(held, line, tiny, tmp_path / "log", port=held.getsockname()[1], environ=environ) as server:
+    with serving_on(
+        held, line, tiny, tmp_path / "log", port=held.getsockname()[1], environ=environ
+    ) as server:
         if server.wait_exit() != 71:
             raise Inconclusive("stock serves on a passed socket by itself")
 
@@ -169,7 +177,9 @@ def test_a_unix_socket(tiny, tmp_path):
     with socket.socket(socket.AF_UNIX) as held:
         held.bind(str(tmp_path / "socket"))
         held.listen()
-        with serving_on(held, NEWEST, tiny, tmp_path / "log", environ={"MLX_SHIM_LAUNCHD_SOCKET": ""}) as server:
+        with serving_on(
+            held, NEWEST, tiny, tmp_path / "log", environ={"MLX_SHIM_LAUNCHD_SOCKET": ""}
+        ) as server:
             for raw, status in ((json.dumps(READY).encode(), 200), (b"{", 400)):
                 with socket.socket(socket.AF_UNIX) as client:
                     client.settimeout(90)
@@ -177,12 +187,18 @@ def test_a_unix_socket(tiny, tmp_path):
                     head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(raw)
                     client.sendall(head + raw)
                     assert answer_of(client).status == status
-            assert f"serving on the passed socket unix:{tmp_path}/socket, not on --port {server.port}" in server.text()
+            assert (
+                f"serving on the passed socket unix:{tmp_path}/socket, not on --port {server.port}"
+                in server.text()
+            )
             assert "unix - - [" in server.text()
 
 
 def test_a_socket_that_cannot_be_used_is_78(line, tiny, tmp_path):
-    with socket.socket(type=socket.SOCK_DGRAM) as held, serving_on(held, line, tiny, tmp_path / "log") as server:
+    with (
+        socket.socket(type=socket.SOCK_DGRAM) as held,
+        serving_on(held, line, tiny, tmp_path / "log") as server,
+    ):
         assert server.wait_exit() == 78
         (said,) = [x for x in server.shim_lines() if "fatal:" in x]
         assert "the socket to serve on cannot be used: descriptor 3 is a socket of the type" in said

@@ -18,7 +18,9 @@ PLAYED = ("death", "health", "empty prompt")
 @pytest.mark.parametrize("name", PLAYED)
 def test_a_scenario_of_the_compatibility_page(line, tmp_path, name):
     scenario = SCENARIOS[name]
-    stages = [scenario.stage(python_of(line), tmp_path / str(on), guarded=on) for on in (False, True)]
+    stages = [
+        scenario.stage(python_of(line), tmp_path / str(on), guarded=on) for on in (False, True)
+    ]
     with ThreadPoolExecutor() as pool:
         stock, shim = pool.map(scenario.play, stages)
     assert set(stock) == set(shim) == set(scenario.columns)

@@ -12,7 +12,11 @@ from kit.wire import head, raw, read_all
 
 from shim.cli import tiny_model
 
-TOKENS = {"MLX_SHIM_MAX_PROMPT_TOKENS": "100", "MLX_SHIM_MAX_TOKENS": "20", "MLX_SHIM_MAX_CONTEXT": "110"}
+TOKENS = {
+    "MLX_SHIM_MAX_PROMPT_TOKENS": "100",
+    "MLX_SHIM_MAX_TOKENS": "20",
+    "MLX_SHIM_MAX_CONTEXT": "110",
+}
 
 
 def usage(answer):
@@ -30,14 +34,30 @@ def test_tokens(line, faulty, tmp_path):
             length = 101 + len(str(more))
             accepted = "accepted: 100 (MLX_SHIM_MAX_PROMPT_TOKENS)"
             assert answer["error"]["message"] == f"the prompt has {length} tokens; {accepted}"
-            assert usage(server.post({"prompt": f"cap {more}", "max_tokens": 1000, **more})[1]) == ("length", 20)
-            assert usage(server.post({"prompt": f"few {more}", "max_tokens": 3, **more})[1]) == ("length", 3)
+            assert usage(server.post({"prompt": f"cap {more}", "max_tokens": 1000, **more})[1]) == (
+                "length",
+                20,
+            )
+            assert usage(server.post({"prompt": f"few {more}", "max_tokens": 3, **more})[1]) == (
+                "length",
+                3,
+            )
             near = "n" * (100 - len(str(more))) + str(more)
-            assert usage(server.post({"prompt": near, "max_tokens": 1000, **more})[1]) == ("length", 10)
+            assert usage(server.post({"prompt": near, "max_tokens": 1000, **more})[1]) == (
+                "length",
+                10,
+            )
         chat = [{"role": "user", "content": "c" * 200}]
-        assert server.post({"messages": chat}, "/v1/chat/completions")[1]["error"]["code"] == "context_length_exceeded"
+        assert (
+            server.post({"messages": chat}, "/v1/chat/completions")[1]["error"]["code"]
+            == "context_length_exceeded"
+        )
     with Server(
-        line, model.path, tmp_path / "off", args=model.args, environ=TOKENS | {"MLX_SHIM_UNLIMITED_TOKENS": "0"}
+        line,
+        model.path,
+        tmp_path / "off",
+        args=model.args,
+        environ=TOKENS | {"MLX_SHIM_UNLIMITED_TOKENS": "0"},
     ) as server:
         answer = server.ready().post({"prompt": "p" * 200, "max_tokens": 30})
         if answer[0] != 200 or usage(answer[1]) != ("length", 30):
@@ -72,8 +92,13 @@ def test_a_rotating_cache(line, alone, tmp_path):
         log, environ = tmp_path / f"log{size}", {"MLX_SHIM_MAX_KV_SIZE": size}
         with Server(line, model, log, args=("--trust-remote-code",), environ=environ) as server:
             server.ready()
-            bodies = ({"prompt": f"{n}" * n, "max_tokens": 8, "logprobs": True, **alone} for n in (20, 900))
-            said[size] = [server.post(body)[1]["choices"][0]["logprobs"]["content"] for body in bodies]
+            bodies = (
+                {"prompt": f"{n}" * n, "max_tokens": 8, "logprobs": True, **alone}
+                for n in (20, 900)
+            )
+            said[size] = [
+                server.post(body)[1]["choices"][0]["logprobs"]["content"] for body in bodies
+            ]
     assert said["0"][0] == said["64"][0]
     assert said["0"][1] != said["64"][1]
 
@@ -82,7 +107,8 @@ def test_where_a_rotating_cache_is_vain_that_is_said(tiny, tmp_path):
     with Server(NEWEST, tiny, tmp_path / "log", environ={"MLX_SHIM_MAX_KV_SIZE": "64"}) as server:
         server.ready()
         assert any(
-            "MLX_SHIM_MAX_KV_SIZE does nothing for llama: it makes its own caches" in x for x in server.shim_lines()
+            "MLX_SHIM_MAX_KV_SIZE does nothing for llama: it makes its own caches" in x
+            for x in server.shim_lines()
         )
 
 
@@ -90,9 +116,15 @@ def test_a_rotating_cache_is_not_for_draft_models(tmp_path):
     model = tiny_model.make(tmp_path / "model", model_file="model.py")
     (model / "model.py").write_text(NO_CACHES_OF_ITS_OWN)
     draft = tiny_model.make(tmp_path / "draft")
-    args, environ = ("--trust-remote-code", "--draft-model", str(draft)), {"MLX_SHIM_MAX_KV_SIZE": "64"}
+    args, environ = (
+        ("--trust-remote-code", "--draft-model", str(draft)),
+        {"MLX_SHIM_MAX_KV_SIZE": "64"},
+    )
     with Server(NEWEST, model, tmp_path / "log", args=args, environ=environ) as server:
-        assert usage(server.ready().post({"prompt": "d" * 100, "max_tokens": 30})[1]) == ("length", 30)
+        assert usage(server.ready().post({"prompt": "d" * 100, "max_tokens": 30})[1]) == (
+            "length",
+            30,
+        )
         assert any("does nothing with --kv-bits or a draft model" in x for x in server.shim_lines())
 
 
@@ -143,16 +175,26 @@ def test_requests_in_flight(line, faulty, tmp_path):
         streams = [Stream(server, {"prompt": f"{n} s", "max_tokens": 400}) for n in range(3)]
         assert all(stream.first.wait(30) for stream in streams)
         connection = server.connect()
-        connection.request("POST", "/v1/completions", json.dumps({"prompt": "more", "max_tokens": 1}))
+        connection.request(
+            "POST", "/v1/completions", json.dumps({"prompt": "more", "max_tokens": 1})
+        )
         answer = connection.getresponse()
         told = json.loads(answer.read())["error"]
-        assert (answer.status, told["code"], answer.headers["Retry-After"]) == (429, "too_many_requests", "1")
+        assert (answer.status, told["code"], answer.headers["Retry-After"]) == (
+            429,
+            "too_many_requests",
+            "1",
+        )
         model.hurry()
         assert all(stream.join().done for stream in streams)
         assert wait_until(lambda: server.post({"prompt": "more", "max_tokens": 1})[0] == 200, 10)
-        bad = [server.post({"prompt": ""})[0] for _ in range(5)] + [server.post(b"{")[0] for _ in range(5)]
+        bad = [server.post({"prompt": ""})[0] for _ in range(5)] + [
+            server.post(b"{")[0] for _ in range(5)
+        ]
         assert bad == [400] * 10
-        assert server.post({"prompt": "again", "max_tokens": 1})[0] == 200, "a refused request gives its place back"
+        assert server.post({"prompt": "again", "max_tokens": 1})[0] == 200, (
+            "a refused request gives its place back"
+        )
     off = {**environ, "MLX_SHIM_UNLIMITED_QUEUE": "0"}
     with Server(NEWEST, model.path, tmp_path / "off", args=model.args, environ=off) as server:
         server.ready()

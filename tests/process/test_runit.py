@@ -31,7 +31,11 @@ class Runit(Kept):
     def sv(self, *words):
         """As the docs have it: `sv -w 31 WORDS FOLDER`, which waits for a drain."""
         ran = subprocess.run(
-            [need("sv"), "-w", "31", *words, str(self.service)], capture_output=True, text=True, check=False, timeout=60
+            [need("sv"), "-w", "31", *words, str(self.service)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
         )
         return ran.returncode, ran.stdout
 
@@ -40,7 +44,9 @@ class Runit(Kept):
 
     def ended(self, count, status):
         """Wait until so many runs have ended with this status, as the log has it, and it is back."""
-        assert wait_until(lambda: self.text().count(f"; exit {status}\n") == count, 60), self.text()[-3000:]
+        assert wait_until(lambda: self.text().count(f"; exit {status}\n") == count, 60), (
+            self.text()[-3000:]
+        )
         self.ready()
 
     def health(self):
@@ -66,11 +72,17 @@ def script(port, model, environ):
 def test_whatever_its_status_it_comes_back_until_it_is_told_to_stay_down(faulty, tmp_path):
     """A recycle (75), a stall and a death (70), and a stop that lets a stream finish (0)."""
     model = faulty(kind=RAISES, once=True, delay=0.02)
-    limits = {"MLX_SHIM_RECYCLE_REQUESTS": "6", "MLX_SHIM_DECODE_STALL": "3s", "MLX_SHIM_EXIT_GRACE": "10s"}
+    limits = {
+        "MLX_SHIM_RECYCLE_REQUESTS": "6",
+        "MLX_SHIM_DECODE_STALL": "3s",
+        "MLX_SHIM_EXIT_GRACE": "10s",
+    }
     with Runit(tmp_path, model, **limits) as server:
         server.ready()
         for n in range(8):
-            with contextlib.suppress(OSError, http.client.HTTPException):  # it may have had enough, and be away
+            with contextlib.suppress(
+                OSError, http.client.HTTPException
+            ):  # it may have had enough, and be away
                 server.post({"prompt": f"{n} until it has had enough", "max_tokens": 1})
         server.ended(1, 75)
 
@@ -98,7 +110,11 @@ def test_boot_failures_are_slowed_down_and_a_wait_is_no_obstacle_to_a_stop(fault
     model = faulty(kind=RAISES)
     config = json.loads((model.path / "config.json").read_text())
     (model.path / "config.json").write_text(json.dumps(config | {"hidden_size": 65}))
-    state = {"MLX_SHIM_CRASH_LOOP": "1", "MLX_SHIM_BREAKER": "2/10m,60s", "MLX_SHIM_STATE_DIR": str(tmp_path / "state")}
+    state = {
+        "MLX_SHIM_CRASH_LOOP": "1",
+        "MLX_SHIM_BREAKER": "2/10m,60s",
+        "MLX_SHIM_STATE_DIR": str(tmp_path / "state"),
+    }
     with Runit(tmp_path, model, **state) as server:
         assert wait_until(lambda: server.health()["status"] == "breaker", 90), server.text()[-3000:]
         assert server.text().count("; exit 78\n") == 2

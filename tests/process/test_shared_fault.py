@@ -21,7 +21,11 @@ class PaddedModel:
     def __init__(self, folder):
         self.trigger = folder.with_suffix(".trigger")
         self.path = tiny_model.make(
-            folder, vocab_size=320, eos_token_id=256, model_file="model.py", fault={"trigger": str(self.trigger)}
+            folder,
+            vocab_size=320,
+            eos_token_id=256,
+            model_file="model.py",
+            fault={"trigger": str(self.trigger)},
         )
         shutil.copy(REPO / "tests" / "kit" / "models" / "padded_model.py", folder / "model.py")
         spm_tokenizer(folder)
@@ -38,10 +42,17 @@ def spm_tokenizer(folder):
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<0x00>"))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<0x00>")
+    )
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens([tiny_model.EOS])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -77,10 +88,16 @@ def test_the_fault_of_one_is_its_own(line, padded, tmp_path):
         # The detokenizer, before the first byte.
         body = {"prompt": "padded", "max_tokens": 50, "logit_bias": PADDED}
         status, answer = beside(server, expected, "detokenizer", lambda: server.post(body))
-        assert (status, answer["error"]["code"], answer["error"]["message"]) == (500, "generation_failed", DETOKENIZER)
+        assert (status, answer["error"]["code"], answer["error"]["message"]) == (
+            500,
+            "generation_failed",
+            DETOKENIZER,
+        )
         stream = Stream(server, {**body, "prompt": "padded stream", "top_logprobs": 10}).join()
         assert (list(stream.events)[-1]["error"]["message"], stream.done) == (DETOKENIZER, False)
-        assert server.text().count("IndexError('list index out of range')") == 2, "said once a request"
+        assert server.text().count("IndexError('list index out of range')") == 2, (
+            "said once a request"
+        )
         assert "Traceback" in server.text(), "the original stays in the log"
         # Alone in the loop.
         status, answer = server.post({**body, "prompt": "padded alone", "seed": 1})
@@ -97,10 +114,20 @@ def test_the_fault_of_one_is_its_own(line, padded, tmp_path):
 
         # The cache of a long prompt's first part; then at the end of an answer that is under way.
         padded.fire("extract", "ValueError")
-        chat = {"messages": [{"role": "system", "content": "s" * LONG}, {"role": "user", "content": "u"}]}
-        status, answer = beside(server, expected, "segment", lambda: server.post(chat, "/v1/chat/completions"))
+        chat = {
+            "messages": [
+                {"role": "system", "content": "s" * LONG},
+                {"role": "user", "content": "u"},
+            ]
+        }
+        status, answer = beside(
+            server, expected, "segment", lambda: server.post(chat, "/v1/chat/completions")
+        )
         assert (status, answer["error"]["code"]) == (500, "generation_failed")
-        assert "in the extraction of its cache: ValueError: extract failed" in answer["error"]["message"]
+        assert (
+            "in the extraction of its cache: ValueError: extract failed"
+            in answer["error"]["message"]
+        )
         body = {"prompt": "e" * LONG, "max_tokens": 20}
         stream = beside(server, expected, "end", lambda: Stream(server, body).join())
         assert (stream.status, stream.done) == (200, False)
@@ -115,7 +142,9 @@ def test_the_fault_of_one_is_its_own(line, padded, tmp_path):
         assert (status, answer["usage"]["completion_tokens"]) == (200, 20)
         assert server.post({**body, "seed": 1})[0] == 200
         # After the prompt, at the end, and alone in the loop: each is said after the answer has gone out.
-        assert wait_until(lambda: server.text().count("is not kept: TypeError('nbytes failed')") == 3, 10)
+        assert wait_until(
+            lambda: server.text().count("is not kept: TypeError('nbytes failed')") == 3, 10
+        )
         padded.trigger.unlink()
         again = server.post(body)[1]
         assert again["choices"][0]["text"] == answer["choices"][0]["text"]
@@ -126,7 +155,13 @@ def test_the_fault_of_one_is_its_own(line, padded, tmp_path):
         assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 0, 10)
         after = server.get("/health")[1]["counters"]
         grown = {name: after[name] - before[name] for name in after}
-        assert grown == {"requests": 25, "finished": 18, "failed": 7, "abandoned": 0, "timed_out": 0}
+        assert grown == {
+            "requests": 25,
+            "finished": 18,
+            "failed": 7,
+            "abandoned": 0,
+            "timed_out": 0,
+        }
 
         dies_of_what_mlx_raises(server, padded)
 

@@ -168,7 +168,9 @@ def test_the_kill_switch_leaves_nothing(value, tmp_path):
 
 def test_under_the_kill_switch_the_folder_is_not_on_sys_path(tmp_path):
     code = "import sys\nprint(sys.path)\ntry:\n    import shim\nexcept ImportError as e:\n    print(e)\n"
-    outputs = [run(python_of(NEWEST), code, p, cwd=tmp_path, MLX_SHIM="0") for p in (None, str(REPO))]
+    outputs = [
+        run(python_of(NEWEST), code, p, cwd=tmp_path, MLX_SHIM="0") for p in (None, str(REPO))
+    ]
     assert outputs[0] == outputs[1]
 
 
@@ -238,7 +240,10 @@ def test_workers_that_multiprocessing_spawns(tmp_path):
     )
     results = [
         subprocess.run(
-            [python_of(NEWEST), str(program)], capture_output=True, check=True, env=clean_environ(**environ)
+            [python_of(NEWEST), str(program)],
+            capture_output=True,
+            check=True,
+            env=clean_environ(**environ),
         ).stdout
         for environ in ({}, {"PYTHONPATH": str(REPO)})
     ]

@@ -35,7 +35,9 @@ def trickle(s, start, byte):
     return False
 
 
-@pytest.mark.parametrize("environ", [{"MLX_SHIM_READ_TIMEOUT": "2s"}, {"MLX_SHIM_SLOW_CLIENT": "0"}], ids=["on", "off"])
+@pytest.mark.parametrize(
+    "environ", [{"MLX_SHIM_READ_TIMEOUT": "2s"}, {"MLX_SHIM_SLOW_CLIENT": "0"}], ids=["on", "off"]
+)
 def test_slow_clients(line, environ, faulty, tmp_path):
     """Silent, or trickling, in its headers or its body: cut. A slow reader of a stream is not."""
     on = "MLX_SHIM_READ_TIMEOUT" in environ
@@ -57,7 +59,9 @@ def test_slow_clients(line, environ, faulty, tmp_path):
                 ),
                 "silent after the headers": clients.submit(was_cut, connect(), head(100)),
                 "silent in the body": clients.submit(was_cut, connect(), head(100) + b"{"),
-                "trickle in the headers": clients.submit(trickle, connect(), b"GET /health HTTP/1.1\r\nX: ", b"a"),
+                "trickle in the headers": clients.submit(
+                    trickle, connect(), b"GET /health HTTP/1.1\r\nX: ", b"a"
+                ),
                 "trickle in the body": clients.submit(trickle, connect(), head(100) + b"{", b" "),
             }
         cut = {how: client.result() for how, client in asked.items()}

@@ -36,7 +36,9 @@ def test_a_death_with_streams_open_and_requests_queued(line, faulty, tmp_path):
         model.fire()
         fired = time.monotonic()
         assert server.wait_exit(30) == 70
-        print(f"{line}: {time.monotonic() - fired:.2f} s from the fault to the exit, seven clients told")
+        print(
+            f"{line}: {time.monotonic() - fired:.2f} s from the fault to the exit, seven clients told"
+        )
     for stream in started:
         stream.join()
         assert stream.status == 200
@@ -67,7 +69,9 @@ def check_report(folder, secret):
     assert content["in_flight"] == 7
     assert sorted(r["phase"] for r in content["requests"]).count("decode") == 4
     assert all(r["tokens"] > 0 for r in content["requests"] if r["phase"] == "decode")
-    assert all(r["prompt"] >= len("secret 0") for r in content["requests"] if r["phase"] == "decode")
+    assert all(
+        r["prompt"] >= len("secret 0") for r in content["requests"] if r["phase"] == "decode"
+    )
     assert content["guards"]["stall"] == "active"
     assert content["memory"]["peak_resident"] > 10**7
     assert any(
@@ -79,7 +83,9 @@ def check_report(folder, secret):
 
 def test_control_stock_cuts_streams_without_a_word_or_hangs(line, faulty, tmp_path):
     model = faulty(kind="RuntimeError", delay=0.03)
-    with Server(line, model.path, tmp_path / "log", args=model.args, environ={"MLX_SHIM": "0"}) as server:
+    with Server(
+        line, model.path, tmp_path / "log", args=model.args, environ={"MLX_SHIM": "0"}
+    ) as server:
         stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 2000})
         assert stream.first.wait(30)
         model.fire()
@@ -105,7 +111,9 @@ def test_a_forward_that_sleeps_for_ever_is_a_stall(line, tmp_path):
         model.fire()
         fired = time.monotonic()
         assert server.wait_exit(60) == 70
-        print(f"{line}: {time.monotonic() - fired:.1f} s from the block to the exit, with a limit of 4 s")
+        print(
+            f"{line}: {time.monotonic() - fired:.1f} s from the block to the exit, with a limit of 4 s"
+        )
         assert error_of(stream.join())["code"] == "engine_stalled"
         assert "stalled: request" in fatal_line(server)
         assert "(decode, " in fatal_line(server)
@@ -122,7 +130,9 @@ def test_a_prefill_that_never_ends_is_a_stall(line, faulty, tmp_path):
         model.fire()
         first = Stream(server, {"prompt": "x" * 50, "max_tokens": 5})
         time.sleep(1)
-        second = Stream(server, {"prompt": "y", "seed": 1, "max_tokens": 5})  # waits for the batch to end
+        second = Stream(
+            server, {"prompt": "y", "seed": 1, "max_tokens": 5}
+        )  # waits for the batch to end
         assert server.wait_exit(60) == 70
         for stream in (first, second):
             assert stream.join().status == 503, "no byte of a body has gone out: the status tells"
@@ -146,7 +156,10 @@ def test_a_wedged_engine_is_found_though_clients_give_up_sooner(line, faulty, tm
 
 def test_sigint_leaves_nobody_without_a_word(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.05)
-    environ = {"MLX_SHIM_ABRUPT_STOP": "0", **PATIENT}  # an orderly stop of stock's own, as a program may ask for
+    environ = {
+        "MLX_SHIM_ABRUPT_STOP": "0",
+        **PATIENT,
+    }  # an orderly stop of stock's own, as a program may ask for
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
         stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
         assert stream.first.wait(30)
@@ -188,7 +201,12 @@ def test_dump_reports_once_an_episode_and_lives(line, faulty, tmp_path):
             assert wait_until(lambda: server.get("/health")[1]["status"] == "stalled", 30)
             time.sleep(2)
             assert sum("stalled: request" in x for x in server.shim_lines()) == episode
-            assert server.get("/health")[0] == server.get("/health/live")[0] == server.get("/health/ready")[0] == 503
+            assert (
+                server.get("/health")[0]
+                == server.get("/health/live")[0]
+                == server.get("/health/ready")[0]
+                == 503
+            )
             assert server.get("/v1/models")[0] == 503
             model.trigger.unlink()
             assert wait_until(lambda: server.get("/health")[1]["status"] == "ok", 30)
@@ -221,7 +239,9 @@ def test_a_livelock_that_starves_one_request(line, faulty, tmp_path, guarded):
     program.write_text(textwrap.dedent(LIVELOCK))
     model = faulty(kind="none", delay=0.02)
     environ = SHORT if guarded else SHORT | {"MLX_SHIM_STALL": "0"}
-    with Server(line, model.path, tmp_path / "log", args=model.args, entry=(str(program),), environ=environ) as server:
+    with Server(
+        line, model.path, tmp_path / "log", args=model.args, entry=(str(program),), environ=environ
+    ) as server:
         server.ready()
         victim = Stream(server, {"prompt": "victim", "max_tokens": 100_000})
         assert victim.first.wait(30)
@@ -229,7 +249,10 @@ def test_a_livelock_that_starves_one_request(line, faulty, tmp_path, guarded):
         started = time.monotonic()
         while server.alive and time.monotonic() - started < 15:
             others = [
-                o if o.thread.is_alive() else Stream(server, {"prompt": "y" * 300, "max_tokens": 100}) for o in others
+                o
+                if o.thread.is_alive()
+                else Stream(server, {"prompt": "y" * 300, "max_tokens": 100})
+                for o in others
             ]
             time.sleep(0.05)
         if guarded:

@@ -7,7 +7,18 @@ import textwrap
 import time
 
 import pytest
-from kit.harness import KILLER, NEWEST, REPO, VENVS, Inconclusive, Kept, clean_environ, free_port, python_of, wait_until
+from kit.harness import (
+    KILLER,
+    NEWEST,
+    REPO,
+    VENVS,
+    Inconclusive,
+    Kept,
+    clean_environ,
+    free_port,
+    python_of,
+    wait_until,
+)
 
 pytestmark = pytest.mark.usefixtures("killable")
 
@@ -38,13 +49,23 @@ class Supervised(Kept):
         config = folder / "conf"
         config.write_text(
             textwrap.dedent(CONFIG).format(
-                folder=folder, python=python_of(line), model=model, port=self.port, repo=REPO, switch=switch
+                folder=folder,
+                python=python_of(line),
+                model=model,
+                port=self.port,
+                repo=REPO,
+                switch=switch,
             )
         )
         command = [str(VENVS / NEWEST / "bin" / "supervisord"), "-c", str(config)]
         with (folder / "out").open("ab") as out:
             self.process = subprocess.Popen(
-                command, env=clean_environ(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                command,
+                env=clean_environ(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
         assert wait_until(self.log.exists, 30)
 

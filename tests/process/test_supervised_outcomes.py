@@ -39,8 +39,15 @@ class Supervised(headline.Supervised):
         return CONTROL.format(folder=self.folder) + text
 
     def control(self, *words):
-        ctl = [str(VENVS / NEWEST / "bin" / "supervisorctl"), "-c", str(self.folder / "conf"), *words]
-        return subprocess.run(ctl, env=clean_environ(), capture_output=True, text=True, check=False, timeout=60).stdout
+        ctl = [
+            str(VENVS / NEWEST / "bin" / "supervisorctl"),
+            "-c",
+            str(self.folder / "conf"),
+            *words,
+        ]
+        return subprocess.run(
+            ctl, env=clean_environ(), capture_output=True, text=True, check=False, timeout=60
+        ).stdout
 
     def health(self):
         try:
@@ -55,7 +62,9 @@ def test_recycle_and_drain(faulty, tmp_path):
     with Supervised(tmp_path / "supervised", model, MLX_SHIM_RECYCLE_REQUESTS="6") as server:
         server.ready()
         for n in range(8):
-            with contextlib.suppress(OSError, http.client.HTTPException):  # it may have had enough, and be away
+            with contextlib.suppress(
+                OSError, http.client.HTTPException
+            ):  # it may have had enough, and be away
                 server.post({"prompt": f"{n} until it has had enough", "max_tokens": 1})
         assert wait_until(lambda: "exit 75" in server.text(), 30)
         server.ready()
@@ -76,7 +85,11 @@ def test_deaths_in_a_row_are_slowed_down(fault, faulty, tmp_path):
     if fault == "boot":
         config = json.loads((model.path / "config.json").read_text())
         (model.path / "config.json").write_text(json.dumps(config | {"hidden_size": 65}))
-    state = {"MLX_SHIM_CRASH_LOOP": "1", "MLX_SHIM_BREAKER": "2/10m,30s", "MLX_SHIM_STATE_DIR": str(tmp_path / "state")}
+    state = {
+        "MLX_SHIM_CRASH_LOOP": "1",
+        "MLX_SHIM_BREAKER": "2/10m,30s",
+        "MLX_SHIM_STATE_DIR": str(tmp_path / "state"),
+    }
     with Supervised(tmp_path / "supervised", model, **state) as server:
         if fault == "kill":
             for _ in range(2):
@@ -92,4 +105,6 @@ def test_deaths_in_a_row_are_slowed_down(fault, faulty, tmp_path):
         if fault == "boot":
             assert server.text().count("exit 78") == 2
         server.control("stop", "mlx-lm")
-        assert wait_until(lambda: "STOPPED" in server.control("status"), 30), "a wait is no obstacle to a stop"
+        assert wait_until(lambda: "STOPPED" in server.control("status"), 30), (
+            "a wait is no obstacle to a stop"
+        )

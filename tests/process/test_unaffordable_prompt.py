@@ -28,7 +28,10 @@ def begun(server):
 
 def refusals(server):
     """What is told to whom sends the prompt that is too long: to a batch, served alone, and in a chat."""
-    chat = {"messages": [{"role": "user", "content": "u" * 2000}], "max_tokens": 1}  # each has a prompt of its own
+    chat = {
+        "messages": [{"role": "user", "content": "u" * 2000}],
+        "max_tokens": 1,
+    }  # each has a prompt of its own
     return {
         "batch": server.post(TOO_LONG),
         "alone": server.post(TOO_LONG | {"prompt": "v" * 2000, "seed": 1}),
@@ -57,7 +60,9 @@ def test_400_with_what_would_fit_and_503_beside_others(line, big, tmp_path):
         for name, (status, told) in answers.items():
             message = told["error"]["message"]
             assert (status, told["error"]["code"]) == (400, "context_length_exceeded"), name
-            tokens, fit = map(int, re.search(r"has (\d+) tokens, .*accepted: (\d+)", message).groups())
+            tokens, fit = map(
+                int, re.search(r"has (\d+) tokens, .*accepted: (\d+)", message).groups()
+            )
             assert 2000 <= tokens < 2000 + 20 * (name == "chat") + 1, message
             fits.add(fit)
         (fit,) = fits
@@ -67,13 +72,17 @@ def test_400_with_what_would_fit_and_503_beside_others(line, big, tmp_path):
             "nor is anything taken for them, of the 62 MiB and more that it would be"
         )
         status, told = server.post({"prompt": "t" * (fit + 1), "max_tokens": 1})
-        assert (status, told["error"]["code"]) == (400, "context_length_exceeded"), "what is accepted is the limit"
+        assert (status, told["error"]["code"]) == (400, "context_length_exceeded"), (
+            "what is accepted is the limit"
+        )
         assert text_of(server.post(FITS)) == alone
         busy = Stream(server, {"prompt": "x" * 700, "max_tokens": 400, "temperature": 0})
-        assert wait_until(lambda: re.search(r"progress: 699/(699|700)", server.text()), 60, 0.005), "it decodes"
+        assert wait_until(
+            lambda: re.search(r"progress: 699/(699|700)", server.text()), 60, 0.005
+        ), "it decodes"
         status, told = server.post({"prompt": "w" * (fit - 100), "max_tokens": 1})
         assert (status, told["error"]["code"]) == (503, "memory_pressure")
         assert busy.join().done, "whoever was there first goes on"
-        assert wait_until(lambda: server.post({"prompt": "w" * (fit - 100), "max_tokens": 1})[0] == 200, 20), (
-            "it fits without the others"
-        )
+        assert wait_until(
+            lambda: server.post({"prompt": "w" * (fit - 100), "max_tokens": 1})[0] == 200, 20
+        ), "it fits without the others"

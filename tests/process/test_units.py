@@ -8,7 +8,17 @@ import sys
 import time
 
 import pytest
-from kit.harness import NEWEST, REPO, VENVS, Inconclusive, Kept, clean_environ, free_port, python_of, wait_until
+from kit.harness import (
+    NEWEST,
+    REPO,
+    VENVS,
+    Inconclusive,
+    Kept,
+    clean_environ,
+    free_port,
+    python_of,
+    wait_until,
+)
 
 from shim.units import supervisord
 from shim.units.plan import Unit

@@ -45,7 +45,9 @@ def systemd(tmp_path):
 
 def test_from_the_load_to_the_stop(line, faulty, tmp_path, systemd):
     model = faulty(kind="none", load_delay=60, delay=0.02)
-    with Server(line, model.path, tmp_path / "log", args=model.args, environ=systemd.environ) as server:
+    with Server(
+        line, model.path, tmp_path / "log", args=model.args, environ=systemd.environ
+    ) as server:
         assert systemd.hears("STATUS=loading", "EXTEND_TIMEOUT_USEC=60000000")
         assert "READY=1" not in systemd.heard
         model.hurry()
@@ -58,19 +60,28 @@ def test_from_the_load_to_the_stop(line, faulty, tmp_path, systemd):
         server.process.send_signal(signal.SIGTERM)
         assert systemd.hears("STOPPING=1", "STATUS=draining", timeout=10)
         assert not any(x.startswith("WATCHDOG") for x in systemd.heard), "nobody asked for it"
-        assert systemd.heard.count("EXTEND_TIMEOUT_USEC=60000000") == asked, "neither a run nor a stop is made longer"
+        assert systemd.heard.count("EXTEND_TIMEOUT_USEC=60000000") == asked, (
+            "neither a run nor a stop is made longer"
+        )
         model.hurry()
         assert stream.join().done
         assert server.wait_exit(30) == 0
         systemd.hears()
-        assert [x for x in systemd.heard if x in ("READY=1", "STOPPING=1")] == ["READY=1", "STOPPING=1"]
+        assert [x for x in systemd.heard if x in ("READY=1", "STOPPING=1")] == [
+            "READY=1",
+            "STOPPING=1",
+        ]
 
 
 def test_signs_of_life_cease_with_deliveries(faulty, tmp_path):
     name = f"@mlx-lm-shim-test-{time.monotonic_ns()}"
     systemd = Systemd(name)
     model = faulty(kind="sleep_while_triggered", delay=0.02)
-    environ = systemd.environ | {"WATCHDOG_USEC": "1000000", "MLX_SHIM_ON_STALL": "dump", "MLX_SHIM_DECODE_STALL": "1s"}
+    environ = systemd.environ | {
+        "WATCHDOG_USEC": "1000000",
+        "MLX_SHIM_ON_STALL": "dump",
+        "MLX_SHIM_DECODE_STALL": "1s",
+    }
     with Server(NEWEST, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
         stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
         assert stream.first.wait(30)

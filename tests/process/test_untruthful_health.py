@@ -23,7 +23,12 @@ def test_what_it_says_when_all_is_well(line, tiny, tmp_path):
         assert body["seconds_since_delivery"] is not None
         assert body["uptime"] > 0
         assert body["guards"]["generation_death"] == "active"
-        assert server.get("/health?x=1")[0] == server.get("/health/live")[0] == server.get("/health/ready")[0] == 200
+        assert (
+            server.get("/health?x=1")[0]
+            == server.get("/health/live")[0]
+            == server.get("/health/ready")[0]
+            == 200
+        )
 
 
 def test_an_http_0_9_client(line, tiny, tmp_path):

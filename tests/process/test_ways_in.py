@@ -24,7 +24,10 @@ WAYS = {
     "python -m mlx_lm server": lambda line: ("-m", "mlx_lm", "server"),
     "console script": lambda line: (console_script(line),),
     "a program": lambda line: ("-c", "from mlx_lm.server import main; main()"),
-    "runpy from a program": lambda line: ("-c", "import runpy; runpy.run_module('mlx_lm.server', run_name='__main__')"),
+    "runpy from a program": lambda line: (
+        "-c",
+        "import runpy; runpy.run_module('mlx_lm.server', run_name='__main__')",
+    ),
     "python -m shim run": lambda line: ("-m", "shim", "run"),
 }
 
@@ -34,13 +37,17 @@ def test_every_way_in_is_guarded(line, tiny, tmp_path, way):
     with Server(line, tiny, tmp_path / "log", entry=WAYS[way](line)) as server:
         server.ready()
         assert sum("guards: " in x for x in server.shim_lines()) == 1
-        assert server.text().count("is deprecated") == (way in ("python -m mlx_lm.server", "runpy from a program"))
+        assert server.text().count("is deprecated") == (
+            way in ("python -m mlx_lm.server", "runpy from a program")
+        )
         server.send_and_leave(KILLER)
         assert server.wait_exit(30) == 70
 
 
 def test_control_for_the_ways_in(line, tiny, tmp_path):
-    with Server(line, tiny, tmp_path / "log", entry=("-m", "mlx_lm.server"), environ={"PYTHONPATH": None}) as server:
+    with Server(
+        line, tiny, tmp_path / "log", entry=("-m", "mlx_lm.server"), environ={"PYTHONPATH": None}
+    ) as server:
         server.ready().send_and_leave(KILLER)
         expect_zombie(server)
 
@@ -59,7 +66,9 @@ def test_a_worker_spawned_by_the_server_does_not_start_another(line, tmp_path):
     """)
     )
     environ = {"PYTHONPATH": f"{REPO}{os.pathsep}{tmp_path}"}
-    with Server(line, None, tmp_path / "log", entry=("-m", "mlx_lm.server"), environ=environ) as server:
+    with Server(
+        line, None, tmp_path / "log", entry=("-m", "mlx_lm.server"), environ=environ
+    ) as server:
         assert server.wait_exit() == 5
         assert "WORKER 0" in server.text(), server.text()
         assert sum("guards: " in x for x in server.shim_lines()) == 1
@@ -67,11 +76,19 @@ def test_a_worker_spawned_by_the_server_does_not_start_another(line, tmp_path):
 
 @pytest.mark.parametrize(
     "code",
-    ["import mlx_lm", "import mlx_lm.generate, mlx_lm.lora", "import mlx_lm.server", "import mlx_lm.models.cache"],
+    [
+        "import mlx_lm",
+        "import mlx_lm.generate, mlx_lm.lora",
+        "import mlx_lm.server",
+        "import mlx_lm.models.cache",
+    ],
 )
 def test_other_uses_of_mlx_lm_are_silent(line, code):
     child = subprocess.run(
-        [python_of(line), "-c", code], capture_output=True, check=True, env=clean_environ(PYTHONPATH=str(REPO))
+        [python_of(line), "-c", code],
+        capture_output=True,
+        check=True,
+        env=clean_environ(PYTHONPATH=str(REPO)),
     )
     assert (child.stdout, child.stderr) == (b"", b"")
 
@@ -98,7 +115,9 @@ def test_the_import_machinery_is_left_as_it_was(line):
             assert type(module.__spec__.loader).__name__ == "SourceFileLoader"
             assert "exec_module" not in vars(module.__loader__)
     """)
-    subprocess.run([python_of(line), "-c", code], check=True, env=clean_environ(PYTHONPATH=str(REPO)))
+    subprocess.run(
+        [python_of(line), "-c", code], check=True, env=clean_environ(PYTHONPATH=str(REPO))
+    )
 
 
 def test_a_program_with_a_module_shim_of_its_own(line, tiny, tmp_path):
@@ -131,16 +150,24 @@ def stub_wrapt(text):
 
 WRAPTS = {
     "missing": (no_wrapt, "wrapt cannot be imported"),
-    "1.15.0": (lambda p: wrapt_release("1.15.0", p), "wrapt 1.15.0 cannot be used (wanted: 1.16 or newer, not 2.2.0)"),
+    "1.15.0": (
+        lambda p: wrapt_release("1.15.0", p),
+        "wrapt 1.15.0 cannot be used (wanted: 1.16 or newer, not 2.2.0)",
+    ),
     "2.2.0": (lambda p: wrapt_release("2.2.0", p), "wrapt 2.2.0 cannot be used"),
     "an empty stub": (stub_wrapt(""), "is not the package wrapt"),
     "a stub that raises": (stub_wrapt("1 / 0\n"), "wrapt cannot be imported (ZeroDivisionError"),
-    "a stub that exits": (stub_wrapt("raise SystemExit(4)\n"), "wrapt cannot be imported (SystemExit"),
+    "a stub that exits": (
+        stub_wrapt("raise SystemExit(4)\n"),
+        "wrapt cannot be imported (SystemExit",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WRAPTS)
-@pytest.mark.parametrize("entry", [("-m", "mlx_lm.server"), ("-m", "mlx_lm", "server")], ids=["module", "cli"])
+@pytest.mark.parametrize(
+    "entry", [("-m", "mlx_lm.server"), ("-m", "mlx_lm", "server")], ids=["module", "cli"]
+)
 def test_without_a_usable_wrapt_deaths_are_still_guarded(line, tiny, tmp_path, case, entry):
     make, complaint = WRAPTS[case]
     environ = {"PYTHONPATH": f"{REPO}{os.pathsep}{make(tmp_path)}"}
@@ -148,7 +175,9 @@ def test_without_a_usable_wrapt_deaths_are_still_guarded(line, tiny, tmp_path, c
         server.ready()
         (said,) = [x for x in server.shim_lines() if complaint in x]
         assert "install wrapt" in said
-        assert any("leaking_advance incompatible (it needs wrapt)" in x for x in server.shim_lines())
+        assert any(
+            "leaking_advance incompatible (it needs wrapt)" in x for x in server.shim_lines()
+        )
         server.send_and_leave(KILLER)
         assert server.wait_exit(30) == 70
 
@@ -164,7 +193,11 @@ def test_the_oldest_wrapts_that_are_accepted_work(tiny, tmp_path, version):
 
 @pytest.mark.parametrize(
     ("break_it", "says"),
-    [("raise SystemExit(3)\n", "SystemExit(3)"), ("1 / 0\n", "ZeroDivisionError"), ("def start(:\n", "SyntaxError")],
+    [
+        ("raise SystemExit(3)\n", "SystemExit(3)"),
+        ("1 / 0\n", "ZeroDivisionError"),
+        ("def start(:\n", "SyntaxError"),
+    ],
 )
 def test_a_bug_of_ours_never_stops_the_server(tiny, tmp_path, break_it, says):
     copy = tmp_path / "copy"
@@ -199,20 +232,34 @@ sys.meta_path.insert(0, Drift())
     ("path", "strict", "said"),
     [
         # Two that stock calls only when it is stopped with Ctrl-C, or asked for its models.
-        ("ResponseGenerator.stop_and_join", "2", "endless_wait degraded (cannot see stops (mlx_lm.server has no"),
-        ("APIHandler.handle_models_request", "1", "empty_model_list incompatible (mlx_lm.server has no"),
+        (
+            "ResponseGenerator.stop_and_join",
+            "2",
+            "endless_wait degraded (cannot see stops (mlx_lm.server has no",
+        ),
+        (
+            "APIHandler.handle_models_request",
+            "1",
+            "empty_model_list incompatible (mlx_lm.server has no",
+        ),
     ],
 )
 def test_strict_refuses_a_guard_that_does_not_fit(tiny, tmp_path, path, strict, said):
     """Without STRICT the server runs, and says so; 1 refuses what is incompatible, 2 what is degraded as well."""
     owner, _, name = path.partition(".")
-    (tmp_path / "sitecustomize.py").write_text(DRIFT.replace("CLASS", owner).replace("METHOD", name))
+    (tmp_path / "sitecustomize.py").write_text(
+        DRIFT.replace("CLASS", owner).replace("METHOD", name)
+    )
     environ = {"PYTHONPATH": f"{REPO}{os.pathsep}{tmp_path}"}
     with Server(NEWEST, tiny, tmp_path / "log", environ=environ) as server:
         server.ready()
         assert any(f"{said} {path})" in x for x in server.shim_lines()), server.text()
-        assert any("guards: " in x and " 1 incompatible" in x for x in server.shim_lines()) == (strict == "1")
-    with Server(NEWEST, tiny, tmp_path / "strict", environ=environ | {"MLX_SHIM_STRICT": strict}) as server:
+        assert any("guards: " in x and " 1 incompatible" in x for x in server.shim_lines()) == (
+            strict == "1"
+        )
+    with Server(
+        NEWEST, tiny, tmp_path / "strict", environ=environ | {"MLX_SHIM_STRICT": strict}
+    ) as server:
         assert server.wait_exit() == 78
         assert f"MLX_SHIM_STRICT refuses to start: {said.split()[0]}" in server.text()
 
@@ -222,12 +269,12 @@ def test_bad_values_and_unknown_names(tiny, tmp_path):
     with Server(NEWEST, tiny, tmp_path / "log", environ=environ) as server:
         server.ready()
         bad = "MLX_SHIM_ON_DEATH='recover' is not valid; accepted: exit; using the default exit"
-        unknown = (
-            "MLX_SHIM_GENERATON_DEATH is not a setting of the shim; the nearest known name is MLX_SHIM_GENERATION_DEATH"
-        )
+        unknown = "MLX_SHIM_GENERATON_DEATH is not a setting of the shim; the nearest known name is MLX_SHIM_GENERATION_DEATH"
         assert f"mlx-lm-shim: {bad}" in server.shim_lines()
         assert f"mlx-lm-shim: {unknown}" in server.shim_lines()
-    with Server(NEWEST, tiny, tmp_path / "strict", environ=environ | {"MLX_SHIM_STRICT": "1"}) as server:
+    with Server(
+        NEWEST, tiny, tmp_path / "strict", environ=environ | {"MLX_SHIM_STRICT": "1"}
+    ) as server:
         assert server.wait_exit() == 78
         assert "up " in server.text()
         assert "MLX_SHIM_STRICT refuses to start: MLX_SHIM_ON_DEATH='recover'" in server.text()
@@ -238,5 +285,7 @@ def test_importable_names_of_the_folder():
     names = {p.stem for p in Path(REPO).iterdir() if p.suffix == ".py"}
     names |= {p.name for p in Path(REPO).iterdir() if (p / "__init__.py").exists()}
     assert names == {"sitecustomize", "shim"}
-    assert not list((REPO / "tests").rglob("__init__.py")), "tests/ must not be importable as a package"
+    assert not list((REPO / "tests").rglob("__init__.py")), (
+        "tests/ must not be importable as a package"
+    )
     assert sys.version_info >= (3, 11)

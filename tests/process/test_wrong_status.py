@@ -19,7 +19,9 @@ def test_bad_input_is_400_and_a_missing_model_404(line, tiny, tmp_path):
             status, answer = server.post({**NO_ROLE, "stream": stream}, "/v1/chat/completions")
             assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
             assert "KeyError" in answer["error"]["message"] or "role" in answer["error"]["message"]
-            status, answer = server.post({"prompt": "x", "model": "/no/such/model", "stream": stream})
+            status, answer = server.post(
+                {"prompt": "x", "model": "/no/such/model", "stream": stream}
+            )
             assert (status, answer["error"]["code"]) == (404, "model_not_found")
         empty = tmp_path / "empty"
         empty.mkdir()
@@ -41,7 +43,9 @@ def test_control_stock_says_404_to_a_bad_request(line, tiny, tmp_path):
 def test_a_failure_in_the_middle(line, faulty, tmp_path, guarded):
     """Alone in the loop an exception is that request's own: an SSE event or a 500, the traceback in the log."""
     model = faulty(kind="RuntimeError", delay=0.05)
-    with Server(line, model.path, tmp_path / "log", args=model.args, environ=ALONE if guarded else OFF) as server:
+    with Server(
+        line, model.path, tmp_path / "log", args=model.args, environ=ALONE if guarded else OFF
+    ) as server:
         stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 1000, "seed": 1})
         assert stream.first.wait(30)
         model.fire()
@@ -64,14 +68,19 @@ def test_a_failure_in_the_middle(line, faulty, tmp_path, guarded):
 
 def test_what_stock_answers_well_is_left_alone(line, tiny, tmp_path):
     """Byte for byte, dates and ids apart."""
-    bodies = [{"prompt": "x", "max_tokens": 3, "logprobs": True}, {"prompt": "y", "max_tokens": 3, "stop": ["a"]}]
+    bodies = [
+        {"prompt": "x", "max_tokens": 3, "logprobs": True},
+        {"prompt": "y", "max_tokens": 3, "stop": ["a"]},
+    ]
     answers = []
     for environ in ({}, {"MLX_SHIM": "0"}):
         with Server(line, tiny, tmp_path / "log", environ=environ) as server:
             server.ready()
             answers.append([server.post(body) for body in bodies])
             answers[-1].append(server.get("/nothing/here"))
-            answers[-1].append(without_ids(Stream(server, {"prompt": "x", "max_tokens": 5}).join().lines))
+            answers[-1].append(
+                without_ids(Stream(server, {"prompt": "x", "max_tokens": 5}).join().lines)
+            )
     for _, answer in (*answers[0][:-1], *answers[1][:-1]):
         if isinstance(answer, dict):
             answer.pop("id", None), answer.pop("created", None)
@@ -80,6 +89,7 @@ def test_what_stock_answers_well_is_left_alone(line, tiny, tmp_path):
 
 def without_ids(lines):
     return [
-        line.split('"system_fingerprint"')[-1].split('"created"')[0] + line[-200:].split("choices")[-1]
+        line.split('"system_fingerprint"')[-1].split('"created"')[0]
+        + line[-200:].split("choices")[-1]
         for line in lines
     ]

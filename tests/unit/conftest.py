@@ -93,7 +93,13 @@ def names(monkeypatch):
         answers = told[host]
         found = answers.pop(0) if len(answers) > 1 else answers[0]
         return [
-            (socket.AF_INET6 if ":" in a else socket.AF_INET, socket.SOCK_STREAM, 6, "", sockaddr(a, port))
+            (
+                socket.AF_INET6 if ":" in a else socket.AF_INET,
+                socket.SOCK_STREAM,
+                6,
+                "",
+                sockaddr(a, port),
+            )
             for a in found
         ]
 
@@ -160,9 +166,13 @@ def guard(engine, lines, monkeypatch):
     monkeypatch.setattr(drain, "ask", orders.append)
 
     def make(soft=800, hard=1000, begin=200):
-        made = exhausted_memory._Guard(types.SimpleNamespace(clear_cache=lambda: None), soft * _MIB, hard * _MIB)
+        made = exhausted_memory._Guard(
+            types.SimpleNamespace(clear_cache=lambda: None), soft * _MIB, hard * _MIB
+        )
         now = [begin]
-        monkeypatch.setattr(memory, "usage", lambda mx: Usage((now[0] - 50) * _MIB, 10 * _MIB, now[0] * _MIB))
+        monkeypatch.setattr(
+            memory, "usage", lambda mx: Usage((now[0] - 50) * _MIB, 10 * _MIB, now[0] * _MIB)
+        )
         made.next_request(lambda: None, None, (), {})
 
         def look(figure, seconds=1.0, macos=False):

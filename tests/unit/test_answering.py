@@ -103,6 +103,8 @@ def test_the_whole_request_counts_where_its_answer_cannot_be_told(engine, handle
 
 def test_the_handler_is_found_by_its_kind(monkeypatch):
     module = types.SimpleNamespace(Other=type("Other", (BaseHTTPRequestHandler,), {}))
-    assert answering.name_in(module) == "APIHandler", "a class of another program is none of the server's"
+    assert answering.name_in(module) == "APIHandler", (
+        "a class of another program is none of the server's"
+    )
     monkeypatch.setattr(answering.anatomy, "is_of_mlx_lm", lambda file: True)
     assert answering.name_in(module) == "Other"

@@ -34,7 +34,21 @@ def test_the_setting(text, limit):
 
 @pytest.mark.parametrize(
     "text",
-    ["5", "/", "5/", "/10m", "0/10m", "101/10m", "-1/10m", "5/0", "5/10m,", "5/10m,0", "5/10m,1s,2s", "x/y", "on"],
+    [
+        "5",
+        "/",
+        "5/",
+        "/10m",
+        "0/10m",
+        "101/10m",
+        "-1/10m",
+        "5/0",
+        "5/10m,",
+        "5/10m,0",
+        "5/10m,1s,2s",
+        "x/y",
+        "on",
+    ],
 )
 def test_a_bad_setting_says_what_is_accepted(text):
     loaded, (bad,), _ = settings.load({"MLX_SHIM_BREAKER": text})
@@ -74,7 +88,8 @@ def test_what_is_remembered(known, left):
 
 
 @pytest.mark.parametrize(
-    ("run", "count"), [(None, 1), (Run(WAITING, NOW, NOW + 9), 1), (Run(LOADING, NOW), 2), (Run(UP, NOW), 2)]
+    ("run", "count"),
+    [(None, 1), (Run(WAITING, NOW, NOW + 9), 1), (Run(LOADING, NOW), 2), (Run(UP, NOW), 2)],
 )
 def test_a_run_that_never_noted_its_end_has_died_unless_it_only_waited(run, count):
     judged = account_module.judged(State(deaths(5), run=run), LIMIT, NOW)

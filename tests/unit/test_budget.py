@@ -110,11 +110,15 @@ def test_what_cannot_be_told_is_said(tmp_path, monkeypatch):
     ran = tmp_path / "ran"
     (tmp_path / "model.py").write_text(f"open({str(ran)!r}, 'w')\n")
     (tmp_path / "config.json").write_text('{"model_type": "llama", "model_file": "model.py"}')
-    with pytest.raises(cache_cost.NotKnown, match="it brings code of its own, which is not run here"):
+    with pytest.raises(
+        cache_cost.NotKnown, match="it brings code of its own, which is not run here"
+    ):
         cache_cost.ask(tmp_path, "float16")
     assert not ran.exists()
     (tmp_path / "config.json").write_text('{"model_type": "no-such"}')
-    with pytest.raises(cache_cost.NotKnown, match=r"^ValueError: Model type no-such not supported\.$"):
+    with pytest.raises(
+        cache_cost.NotKnown, match=r"^ValueError: Model type no-such not supported\.$"
+    ):
         cache_cost.ask(tmp_path, "float16")
     monkeypatch.setattr(cache_cost, "LIMIT", 0.01)
     with pytest.raises(cache_cost.NotKnown, match="could not be built within"):
@@ -141,7 +145,9 @@ def test_contexts_are_counted_below_the_limit_in_force(tmp_path, monkeypatch, ca
 
 
 def test_a_model_whose_caches_do_not_grow(tmp_path, capsys):
-    config = {k: v for k, v in families.FAMILIES["mamba2"].items() if k != "max_position_embeddings"}
+    config = {
+        k: v for k, v in families.FAMILIES["mamba2"].items() if k != "max_position_embeddings"
+    }
     memory_budget.show(str(weightless(tmp_path / "model", GIB, dtype="F32", **config)), 64 * GIB)
     told = capsys.readouterr().out
     assert "0.0 KiB, float32; 38.0 KiB whatever the length" in told
@@ -200,8 +206,12 @@ def test_a_folder_that_is_closed_is_no_model(tmp_path, monkeypatch):
 def test_what_its_weights_are(tmp_path):
     folder = weightless(tmp_path / "model", 4 * GIB, dtype="F16")
     assert local_model.size(folder) == 4 * GIB
-    assert local_model.dtype(folder, {"torch_dtype": "bfloat16"}) == "float16", "the weights know better"
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
+    assert local_model.dtype(folder, {"torch_dtype": "bfloat16"}) == "float16", (
+        "the weights know better"
+    )
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-2.safetensors"}}'
+    )
     with pytest.raises(local_model.NotHere, match="1 of its weight files are not there"):
         local_model.size(folder)
     (folder / "model.safetensors.index.json").write_text("[]")

@@ -284,4 +284,6 @@ def test_a_folder_that_never_answers(lines):
     assert account.post(account.begin, 0.3) is None
     account.post(lambda: account.ends(70), 60)
     assert time.monotonic() - before < 30, "it is waited for once"
-    assert lines == ["the folder of MLX_SHIM_STATE_DIR has not answered for 0.3 s: it is not waited for"]
+    assert lines == [
+        "the folder of MLX_SHIM_STATE_DIR has not answered for 0.3 s: it is not waited for"
+    ]

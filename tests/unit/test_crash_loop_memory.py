@@ -44,7 +44,10 @@ def test_it_waits_until_the_memory_is_free(machine, lines, engine):
     crash_loop.wait_for_memory(State(killed=True, model=40 * GIB, footprint=60 * GIB))
     assert len(looks) == 5
     hold, loading = looks[1]
-    assert hold.reason == "the last run was killed, and of the 40.00 GiB that it took 10.00 GiB are free"
+    assert (
+        hold.reason
+        == "the last run was killed, and of the 40.00 GiB that it took 10.00 GiB are free"
+    )
     assert loading == 1, "the clock rests"
     assert engine.hold is None
     assert engine.loading == 0

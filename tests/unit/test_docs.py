@@ -18,7 +18,11 @@ from shim.engine import fatal
 
 def rows(page: str) -> list[list[str]]:
     lines = (REPO / "docs" / page).read_text().splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| `")
+    ]
 
 
 def test_the_environment_page_is_the_table():
@@ -27,12 +31,16 @@ def test_the_environment_page_is_the_table():
 
 
 def test_the_exit_codes_page_has_every_code():
-    codes = {getattr(fatal, name) for name in dir(fatal) if name.startswith("EX_")} | {fatal.STOPPED}
+    codes = {getattr(fatal, name) for name in dir(fatal) if name.startswith("EX_")} | {
+        fatal.STOPPED
+    }
     assert {int(row[0].strip("`")) for row in rows("exit-codes.md")} >= codes
 
 
 def test_the_page_of_guards_is_what_the_guards_say():
-    assert guards_page.PAGE.read_text() == guards_page.page(), "python tests/bench/guards.py writes it"
+    assert guards_page.PAGE.read_text() == guards_page.page(), (
+        "python tests/bench/guards.py writes it"
+    )
 
 
 @pytest.mark.parametrize("name", GUARDS)
@@ -41,7 +49,9 @@ def test_a_guard_says_what_goes_wrong_and_what_it_does(name):
     assert all(hasattr(guard, part) for part in ("UPSTREAM", "MODULE", "probe", "apply"))
     defect, _, answer = guard.__doc__.partition("\n\n")
     assert defect.endswith(".")
-    assert re.search(r"\b(Here|With MLX_SHIM_)", answer), "a sentence that begins with Here says what happens instead"
+    assert re.search(r"\b(Here|With MLX_SHIM_)", answer), (
+        "a sentence that begins with Here says what happens instead"
+    )
 
 
 def test_the_readme_is_for_somebody_with_three_minutes():
@@ -63,7 +73,10 @@ def test_the_page_of_names_has_every_name_that_is_touched(tmp_path):
     """tests/bench/drift.py writes it, of a run over all of them."""
     page = (REPO / "docs" / "names.md").read_text()
     for line in LINES:
-        wanted = {f"{module}.{path}" for module, path, _ in cases.cases(cases.touched(line, tmp_path), ["renamed"])}
+        wanted = {
+            f"{module}.{path}"
+            for module, path, _ in cases.cases(cases.touched(line, tmp_path), ["renamed"])
+        }
         written = set(re.findall(rf"^\| {re.escape(line)} \| `([^`]+)` \|", page, re.MULTILINE))
         unknown = {name for name in wanted - written if drift_makes_sense(line, name)}
         assert not unknown, f"{line}: run tests/bench/drift.py"

@@ -13,10 +13,17 @@ REASON = "mlx_lm.server has no mx"
 
 
 def found(**states):
-    return {"states": {name: [kind, REASON] for name, kind in states.items()}, "wrapt": "", "chained": None}
+    return {
+        "states": {name: [kind, REASON] for name, kind in states.items()},
+        "wrapt": "",
+        "chained": None,
+    }
 
 
-ASKED = {"overwired_memory": ("MLX_SHIM_WIRED", "off"), "open_door": ("MLX_SHIM_API_KEY_FILE", "/etc/key")}
+ASKED = {
+    "overwired_memory": ("MLX_SHIM_WIRED", "off"),
+    "open_door": ("MLX_SHIM_API_KEY_FILE", "/etc/key"),
+}
 
 
 @pytest.mark.parametrize("guard", ASKED)
@@ -27,12 +34,15 @@ def test_what_a_setting_asks_for_and_no_guard_gives(guard, kind, monkeypatch, ca
     monkeypatch.setattr(doctor, "_ask", lambda: found(**{guard: kind}))
     monkeypatch.setenv(variable, value)
     assert doctor.main() == 1
-    assert f"FIX: {guard} is {kind}: {REASON}; the server does not start (78) while {variable} is set" in (
-        capsys.readouterr().out
+    assert (
+        f"FIX: {guard} is {kind}: {REASON}; the server does not start (78) while {variable} is set"
+        in (capsys.readouterr().out)
     )
 
 
-@pytest.mark.parametrize(("value", "kind"), [("off", "active"), ("off", "off"), ("stock", "retired"), ("", "off")])
+@pytest.mark.parametrize(
+    ("value", "kind"), [("off", "active"), ("off", "off"), ("stock", "retired"), ("", "off")]
+)
 def test_what_is_given_or_not_asked_for_is_no_fault(value, kind, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_ask", lambda: found(overwired_memory=kind))
     monkeypatch.setenv("MLX_SHIM_WIRED", value)
@@ -50,7 +60,9 @@ def test_what_is_given_or_not_asked_for_is_no_fault(value, kind, monkeypatch, ca
         (doctor._ABSENT, None),
     ],
 )
-def test_whether_the_release_was_tried_is_said_and_decides_nothing(release, says, monkeypatch, capsys):
+def test_whether_the_release_was_tried_is_said_and_decides_nothing(
+    release, says, monkeypatch, capsys
+):
     monkeypatch.setattr(doctor, "_version", lambda name: release if name == "mlx-lm" else "1.0")
     monkeypatch.setattr(doctor, "_ask", found)
     assert doctor.main() == 0
@@ -66,5 +78,8 @@ def test_a_child_that_does_not_answer(monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", hangs)
     assert doctor.main() == 1
     said = capsys.readouterr().out
-    assert "NOT GUARDED: the guards cannot be asked: mlx_lm.server was not imported within 300 s" in said
+    assert (
+        "NOT GUARDED: the guards cannot be asked: mlx_lm.server was not imported within 300 s"
+        in said
+    )
     assert "FIX: " in said

@@ -102,7 +102,9 @@ def test_what_cannot_come_is_not_waited_for(ended, engine, monkeypatch):
 def test_a_rank_whose_peers_have_gone(engine, monkeypatch):
     monkeypatch.setattr(drain, "engine", engine)
     monkeypatch.setattr(settings, "current", settings.Settings(drain=3600))
-    monkeypatch.setattr(drain, "time", clock := types.SimpleNamespace(now=100.0, monotonic=lambda: clock.now))
+    monkeypatch.setattr(
+        drain, "time", clock := types.SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    )
     engine.generator = types.SimpleNamespace(_rank=1, _is_distributed=True)
     patience = drain._Patience()
     for _ in range(4):
@@ -122,7 +124,9 @@ def test_only_defaults_are_replaced_and_put_back(monkeypatch):
     try:
         signal.signal(signal.SIGTERM, own)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        during = abrupt_stop._handling(lambda: [signal.getsignal(n) for n in abrupt_stop._DEFAULTS], None, (), {})
+        during = abrupt_stop._handling(
+            lambda: [signal.getsignal(n) for n in abrupt_stop._DEFAULTS], None, (), {}
+        )
         assert during[0] is own
         assert isinstance(during[1], abrupt_stop._Asked)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -190,7 +194,9 @@ def recycling(engine, lines, monkeypatch):
     monkeypatch.setattr(grown_process, "EVERY", 0.0)
     monkeypatch.setattr(memory, "at_rest", lambda mx: memory.Usage(0, 0, footprint()))
     monkeypatch.setattr(drain, "ask", it.orders.append)
-    limits = grown_process.drawn(settings.Settings(recycle_requests=100, recycle_memory=1 << 30), 1.0)
+    limits = grown_process.drawn(
+        settings.Settings(recycle_requests=100, recycle_memory=1 << 30), 1.0
+    )
     it.guard = grown_process._Recycling(None, limits)
     it.begin = lambda: it.guard.next_request(lambda: "asked", None, (), {})
     return it
@@ -202,7 +208,9 @@ def test_nothing_is_judged_before_the_model_is_up(recycling, engine):
     assert recycling.orders == []
     assert recycling.begin() == "asked"
     recycling.guard()
-    assert recycling.orders == [], "the limit is left out: it would be recycled before it could serve"
+    assert recycling.orders == [], (
+        "the limit is left out: it would be recycled before it could serve"
+    )
     assert (
         "MLX_SHIM_RECYCLE_MEMORY is left out: with its model up the process has a footprint of 2.00 GiB already"
         in (recycling.lines[0])
@@ -252,7 +260,13 @@ def test_one_datagram_for_systemd(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("usec", "pid", "seconds"),
-    [("3000000", None, 1.5), ("3000000", "ours", 1.5), ("3000000", 1, None), (None, None, None), ("", None, None)],
+    [
+        ("3000000", None, 1.5),
+        ("3000000", "ours", 1.5),
+        ("3000000", 1, None),
+        (None, None, None),
+        ("", None, None),
+    ],
 )
 def test_half_of_what_the_watchdog_allows(monkeypatch, usec, pid, seconds):
     for name, value in (("WATCHDOG_USEC", usec), ("WATCHDOG_PID", pid)):

@@ -77,7 +77,9 @@ def run(sources, monkeypatch):
     try:
         engine = importlib.import_module("mlx_lm.engine")
         made = getattr(engine, "Engine", None) or engine.Engine_renamed
-        thread = (made(names.EXTRA, 0) if "drift_extra, n" in sources["mlx_lm.engine"] else made(0)).thread
+        thread = (
+            made(names.EXTRA, 0) if "drift_extra, n" in sources["mlx_lm.engine"] else made(0)
+        ).thread
         thread.start()
         thread.join()
         return engine.use(File())
@@ -111,7 +113,11 @@ def test_what_makes_no_sense():
     }
     others = {"extra argument", "other result", "generator"}
     assert nonsense == (
-        {(path, kind) for path in ("Engine", "Engine.queue", "Engine.limit", "Queue") for kind in others}
+        {
+            (path, kind)
+            for path in ("Engine", "Engine.queue", "Engine.limit", "Queue")
+            for kind in others
+        }
         | {("Queue", "moved")}
         | {("Engine.__init__", kind) for kind in ("renamed", "other result", "generator")}
     )

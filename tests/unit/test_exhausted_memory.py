@@ -72,7 +72,9 @@ def test_as_long_as_trimming_is_enough_nobody_is_turned_away(guard, engine, monk
     generator = types.SimpleNamespace(prompt_cache=types.SimpleNamespace(nbytes=0))
     for n in range(3):
         it.look(810)
-        monkeypatch.setattr(memory, "usage", lambda mx: Usage(0, 0, (810 if len(calls) == n else 700) * MIB))  # noqa: B023
+        monkeypatch.setattr(
+            memory, "usage", lambda mx: Usage(0, 0, (810 if len(calls) == n else 700) * MIB)
+        )  # noqa: B023
         it.guard.next_request(lambda: None, generator, (), {})
         assert engine.pressed is None, n
     assert len(calls) == 3
@@ -81,7 +83,9 @@ def test_as_long_as_trimming_is_enough_nobody_is_turned_away(guard, engine, monk
 def test_what_malloc_alone_keeps_is_given_back_at_once(guard, engine, monkeypatch):
     it = guard()
     monkeypatch.setattr(
-        memory, "give_back", lambda: monkeypatch.setattr(memory, "usage", lambda mx: Usage(0, 0, 300 * MIB))
+        memory,
+        "give_back",
+        lambda: monkeypatch.setattr(memory, "usage", lambda mx: Usage(0, 0, 300 * MIB)),
     )
     it.look(1001)
     assert it.guard._excess == 0

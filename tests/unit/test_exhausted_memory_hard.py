@@ -13,7 +13,9 @@ from shim.engine.entries import DECODE, PREFILL, QUEUED
 from shim.guards import exhausted_memory
 
 
-def test_above_hard_the_largest_goes_then_the_next_once_the_first_is_let_go(guard, engine, request_):
+def test_above_hard_the_largest_goes_then_the_next_once_the_first_is_let_go(
+    guard, engine, request_
+):
     small, _ = running(request_, 10)
     large, queue = running(request_, 500)
     young, _ = running(request_, 10)
@@ -70,13 +72,17 @@ def test_who_is_above_hard_by_itself(guard, engine, request_, beside, cached, ac
     it = guard()
     it.guard._mx.array = Entries
     error = it.guard._verdict(entry, Usage(active * MIB, 0, 1100 * MIB))
-    assert (error.status, error.code) == ((400, "context_length_exceeded") if alone else (503, "memory_pressure"))
+    assert (error.status, error.code) == (
+        (400, "context_length_exceeded") if alone else (503, "memory_pressure")
+    )
 
 
 def test_one_whose_model_is_being_loaded_is_told_to_come_back(guard, engine, request_):
     """Stock has no model while it loads one: all that is in use would be the request's."""
     entry, _ = request_()
-    engine.generator = types.SimpleNamespace(prompt_cache=Entries(0), model_provider=types.SimpleNamespace(model=None))
+    engine.generator = types.SimpleNamespace(
+        prompt_cache=Entries(0), model_provider=types.SimpleNamespace(model=None)
+    )
     it = guard()
     it.guard._mx.array = Entries
     error = it.guard._verdict(entry, Usage(900 * MIB, 0, 1100 * MIB))

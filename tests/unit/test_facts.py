@@ -53,7 +53,11 @@ def test_no_single_fact_takes_a_guard_of_the_heart(seen, name):
 
 
 def test_what_is_lost_and_what_it_costs(seen):
-    costs = {"steps": "a starved request is told late", ("boot", "turns"): "78 is 70", "deliveries": facts.NEEDED}
+    costs = {
+        "steps": "a starved request is told late",
+        ("boot", "turns"): "78 is 70",
+        "deliveries": facts.NEEDED,
+    }
     assert facts.judge(costs) == ("active", "")
     seen("boot")
     assert facts.judge(costs) == ("active", ""), "one of the two is enough"
@@ -97,7 +101,9 @@ def test_a_fact_that_is_seen_after_all_is_regained(seen):
 
 
 def test_a_loss_at_run_time_changes_the_states_and_is_said(seen, monkeypatch, capfd):
-    monkeypatch.setattr(report, "states", {"stall": report.State("active"), "crash_loop": report.State("active")})
+    monkeypatch.setattr(
+        report, "states", {"stall": report.State("active"), "crash_loop": report.State("active")}
+    )
     monkeypatch.setattr(boot, "_at_work", dict(report.states))
     monkeypatch.setattr(boot, "_announced", True)
     facts.on_loss.append(boot._judge)
@@ -112,13 +118,18 @@ def test_a_loss_at_run_time_changes_the_states_and_is_said(seen, monkeypatch, ca
 
 def test_the_first_line_says_what_of_the_heart_is_lost(monkeypatch, lines):
     states = {name: report.State("active") for name in GUARDS}
-    states |= {"stall": report.State("incompatible", "why"), "bad_request": report.State("incompatible", "why")}
+    states |= {
+        "stall": report.State("incompatible", "why"),
+        "bad_request": report.State("incompatible", "why"),
+    }
     states["endless_wait"] = report.State("degraded", "cannot see loads")
     states["crash_loop"] = report.State("off", "MLX_SHIM_CRASH_LOOP is off")
     monkeypatch.setattr(report, "states", states)
     boot._announce()
     first, *others = lines
-    assert first.endswith(f"guards: {len(GUARDS) - 4} active, 1 degraded, 1 off, 2 incompatible; LOST: stall")
+    assert first.endswith(
+        f"guards: {len(GUARDS) - 4} active, 1 degraded, 1 off, 2 incompatible; LOST: stall"
+    )
     assert sorted(others) == [
         "bad_request incompatible (why)",
         "endless_wait degraded (cannot see loads)",
@@ -129,7 +140,9 @@ def test_the_first_line_says_what_of_the_heart_is_lost(monkeypatch, lines):
 def test_no_guard_is_left_out_however_many_are_incompatible(monkeypatch, capfd):
     """In one line the last of them were cut off, when they were needed most."""
     reason = "mlx_lm.server has no " + "ResponseGenerator.a_name_that_is_long" * 3
-    monkeypatch.setattr(report, "states", {name: report.State("incompatible", reason) for name in GUARDS})
+    monkeypatch.setattr(
+        report, "states", {name: report.State("incompatible", reason) for name in GUARDS}
+    )
     boot._announce()
     said = capfd.readouterr().err
     assert all(f"mlx-lm-shim: {name} incompatible ({reason})\n" in said for name in GUARDS)

@@ -54,7 +54,9 @@ def test_any_address_is_contacted_where_that_is_wanted(names, host):
     names |= {"inside.test": [["127.0.0.1"]], "both.test": [["127.0.0.1", "93.184.216.34"]]}
     with Listener() as listener:
         assert fetch(listener.url("/a?b=c#d", host), public=False) == ("image/png", b"a picture")
-        assert listener.heads[0].startswith(f"GET /a?b=c HTTP/1.1\r\nHost: {host}:{listener.port}\r\n")
+        assert listener.heads[0].startswith(
+            f"GET /a?b=c HTTP/1.1\r\nHost: {host}:{listener.port}\r\n"
+        )
         assert "gzip" not in listener.heads[0]
 
 
@@ -103,9 +105,13 @@ def test_a_dead_address_is_followed_by_the_next(names, one_public):
         assert fetch(listener.url(host="two.test"))[1] == b"a picture"
 
 
-@pytest.mark.parametrize("status", ["301 Moved", "302 Found", "303 See Other", "307 Temporary", "308 Permanent"])
+@pytest.mark.parametrize(
+    "status", ["301 Moved", "302 Found", "303 See Other", "307 Temporary", "308 Permanent"]
+)
 def test_a_redirect_on_the_same_host_is_followed(one_public, status):
-    with Listener(lambda path: whole(b"a picture") if path == "/b" else redirect("b", status)) as listener:
+    with Listener(
+        lambda path: whole(b"a picture") if path == "/b" else redirect("b", status)
+    ) as listener:
         assert fetch(listener.url("/a"))[1] == b"a picture"
 
 
@@ -139,10 +145,17 @@ def test_a_redirect_elsewhere_is_not_followed(names, one_public, public):
         assert other.connections == 0
 
 
-@pytest.mark.parametrize("host", ["other.test", "localhost", "127.0.0.1", "allowed.test.", "x.allowed.test"])
+@pytest.mark.parametrize(
+    "host", ["other.test", "localhost", "127.0.0.1", "allowed.test.", "x.allowed.test"]
+)
 def test_a_redirect_to_another_name_at_the_same_port_is_not_followed(names, one_public, host):
-    names |= {name: [["127.0.0.1"]] for name in ("allowed.test", "allowed.test.", "x.allowed.test", "other.test")}
-    with Listener(lambda path: redirect(f"http://{host}:{listener.port}/") if path == "/" else whole(b"x")) as listener:
+    names |= {
+        name: [["127.0.0.1"]]
+        for name in ("allowed.test", "allowed.test.", "x.allowed.test", "other.test")
+    }
+    with Listener(
+        lambda path: redirect(f"http://{host}:{listener.port}/") if path == "/" else whole(b"x")
+    ) as listener:
         with pytest.raises(CannotFetch, match="is redirected elsewhere"):
             fetch(listener.url("/", "allowed.test"))
         assert listener.connections == 1
@@ -174,7 +187,11 @@ def test_no_proxy_of_the_environment_is_asked(one_public, monkeypatch):
 
 
 def test_https_with_a_certificate_that_is_checked(names, one_public, monkeypatch, tmp_path):
-    names |= {"allowed.test": [["127.0.0.1"]], "allowed.test.": [["127.0.0.1"]], "wrong.test": [["127.0.0.1"]]}
+    names |= {
+        "allowed.test": [["127.0.0.1"]],
+        "allowed.test.": [["127.0.0.1"]],
+        "wrong.test": [["127.0.0.1"]],
+    }
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=allowed.test",
@@ -194,7 +211,9 @@ def test_https_with_a_certificate_that_is_checked(names, one_public, monkeypatch
             fetch(url.replace("allowed", "wrong"))
         with Listener(lambda path: redirect(url)) as plain:  # and up, from http
             assert fetch(plain.url(host="allowed.test"))[1] == b"a picture"
-        down = Listener(lambda path: redirect(f"http://allowed.test:{plain.port}/"), context=context)
+        down = Listener(
+            lambda path: redirect(f"http://allowed.test:{plain.port}/"), context=context
+        )
         with down, pytest.raises(CannotFetch, match="redirected elsewhere"):
             fetch(f"https://allowed.test:{down.port}/")
 

@@ -43,7 +43,9 @@ TOO_LARGE = {
     "without end in chunks": lambda path: endless(CHUNKED, b"10000\r\n" + b"x" * 65536 + b"\r\n"),
     "one chunk of a tebibyte": lambda path: endless(CHUNKED + b"10000000000\r\n"),
     "trailers without end": lambda path: endless(CHUNKED + b"1\r\nx\r\n0\r\n", b"a: b\r\n" * 10000),
-    "interim answers without end": lambda path: endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
+    "interim answers without end": lambda path: endless(
+        b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000
+    ),
     "the length says so": lambda path: OK + b"Content-Length: 9999999999999\r\n\r\n",
 }
 SLOW = {
@@ -113,7 +115,10 @@ def test_time_and_bytes_are_shared_by_the_images_of_a_request(one_public):
 
 def test_bodies_of_all_kinds(one_public):
     body = bytes(range(256)) * 1000
-    chunks = b"".join(b"%x\r\n%s\r\n" % (len(c), c) for c in (body[:1], body[1:9000], body[9000:])) + b"0\r\n\r\n"
+    chunks = (
+        b"".join(b"%x\r\n%s\r\n" % (len(c), c) for c in (body[:1], body[1:9000], body[9000:]))
+        + b"0\r\n\r\n"
+    )
     replies = {
         "/length": whole(body, kind="image/webp; a=b"),
         "/chunked": OK + b"Content-Type: IMAGE/JPEG\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks,

@@ -32,13 +32,19 @@ def test_what_grows(kind):
     cost = kv_cost.learn([GROWING[kind](300)])
     assert cost.per_token > 0
     for tokens in (40, 300, 700, 1500):
-        assert cost.bytes_of(tokens) == pytest.approx(GROWING[kind](tokens).nbytes, rel=0.35), tokens
+        assert cost.bytes_of(tokens) == pytest.approx(GROWING[kind](tokens).nbytes, rel=0.35), (
+            tokens
+        )
     assert cost.bytes_of(100_000) >= 100_000 * cost.per_token
 
 
 def test_a_window_takes_no_more_than_itself():
     cost = kv_cost.learn([filled(cache.RotatingKVCache(max_size=512), 200)])
-    assert cost.bytes_of(100_000) == cost.bytes_of(512) == filled(cache.RotatingKVCache(max_size=512), 2000).nbytes
+    assert (
+        cost.bytes_of(100_000)
+        == cost.bytes_of(512)
+        == filled(cache.RotatingKVCache(max_size=512), 2000).nbytes
+    )
 
 
 def test_what_is_constant_and_what_is_made_of_several():
@@ -60,7 +66,9 @@ def test_what_is_not_known_refuses_nobody():
 
 @pytest.mark.parametrize("room", [10_000_000, 5_000_001, 700_000])
 def test_tokens_within_is_the_longest_that_fits(room):
-    cost = kv_cost.learn([filled(cache.KVCache(), 300), filled(cache.RotatingKVCache(max_size=512), 300)])
+    cost = kv_cost.learn(
+        [filled(cache.KVCache(), 300), filled(cache.RotatingKVCache(max_size=512), 300)]
+    )
     tokens = cost.tokens_within(room)
     assert cost.bytes_of(tokens) <= room < cost.bytes_of(tokens + 1)
 

@@ -42,12 +42,20 @@ def imports(module):
     package = module if path.name == "__init__.py" else module[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
-            base = package[: len(package) - node.level + 1] + tuple(node.module.split(".") if node.module else ())
+            base = package[: len(package) - node.level + 1] + tuple(
+                node.module.split(".") if node.module else ()
+            )
             for alias in node.names:
                 yield (*base, alias.name) if (*base, alias.name) in MODULES else base
         elif isinstance(node, ast.ImportFrom | ast.Import):
-            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            assert not any(name.split(".")[0] == "shim" for name in names), "a program may have a shim of its own"
+            names = (
+                [node.module]
+                if isinstance(node, ast.ImportFrom)
+                else [alias.name for alias in node.names]
+            )
+            assert not any(name.split(".")[0] == "shim" for name in names), (
+                "a program may have a shim of its own"
+            )
 
 
 def arrows():
@@ -55,7 +63,9 @@ def arrows():
 
 
 def test_no_room_imports_one_above_it():
-    assert {module[0] for module in MODULES if module} == set(BELOW), "a room that is not in the table"
+    assert {module[0] for module in MODULES if module} == set(BELOW), (
+        "a room that is not in the table"
+    )
     wrong = {(a, b) for a, b in arrows() if a and a[0] != b[0] and b[0] not in BELOW[a[0]]}
     assert not wrong
 
@@ -72,7 +82,11 @@ def test_the_table_of_rooms_has_no_circle():
 
 
 def test_no_guard_imports_another():
-    wrong = {(a, b) for a, b in arrows() if a[:1] == b[:1] == ("guards",) and len(b) > 1 and a[1:2] != b[1:2]}
+    wrong = {
+        (a, b)
+        for a, b in arrows()
+        if a[:1] == b[:1] == ("guards",) and len(b) > 1 and a[1:2] != b[1:2]
+    }
     assert not wrong
 
 
@@ -92,7 +106,9 @@ json.dump([name for name in sys.modules if name.split(".")[0] in ("shim", "_mlx_
 def test_nothing_of_the_command_line_is_in_a_server(line):
     """The server's module is imported, its guards are applied: what is there now stays there."""
     environ = clean_environ() | {"PYTHONPATH": str(REPO)}
-    told = subprocess.run([python_of(line), "-c", _LOADED], env=environ, capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        [python_of(line), "-c", _LOADED], env=environ, capture_output=True, text=True, check=True
+    )
     loaded = {tuple(name.split(".")[1:]) for name in json.loads(told.stdout)}
     assert ("guards", "crash_loop") in loaded
     assert not [name for name in loaded if name[:1] and name[0] in ONLY_THE_COMMAND_LINE]

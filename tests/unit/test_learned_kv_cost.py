@@ -41,7 +41,9 @@ def guard(engine):
     """The guard of a server whose model takes so many bytes, once it has learnt of 256 tokens in these caches."""
 
     def make(model=0, cache=None, where=None):
-        made = unaffordable_prompt._Guard(types.SimpleNamespace(get_active_memory=lambda: model, array=mx.array))
+        made = unaffordable_prompt._Guard(
+            types.SimpleNamespace(get_active_memory=lambda: model, array=mx.array)
+        )
         made._overhead = 0
         kept = (where or engine.generator).prompt_cache
         made.learn(lambda *_: None, kept, ("m", [1], [filled(cache or KVCache())]), {})

@@ -97,7 +97,9 @@ def test_wired_is_read(text, expected, monkeypatch):
     assert values.parse_wired(text) == expected
 
 
-@pytest.mark.parametrize("text", ["all", "model", "model+", "-1", "120%", "4G+model", "1e9", "nan", "%", "12X"])
+@pytest.mark.parametrize(
+    "text", ["all", "model", "model+", "-1", "120%", "4G+model", "1e9", "nan", "%", "12X"]
+)
 def test_what_wired_is_not(text):
     with pytest.raises(ValueError, match=r"accepted: stock, off, auto, a size such as 12G"):
         values.parse_wired(text)

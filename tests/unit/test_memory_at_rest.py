@@ -20,8 +20,12 @@ def test_what_a_load_left_is_given_back_before_the_limits_are_judged(engine, mon
     """Counted, it would have a limit left out that there is room below."""
     monkeypatch.setattr(exhausted_memory, "engine", engine)
     used = [Usage(100 * MIB, 700 * MIB, 900 * MIB)]
-    mx = types.SimpleNamespace(clear_cache=lambda: used.append(Usage(100 * MIB, 0, used[-1].footprint)))
-    monkeypatch.setattr(memory, "give_back", lambda: used.append(Usage(100 * MIB, used[-1].pool, 140 * MIB)))
+    mx = types.SimpleNamespace(
+        clear_cache=lambda: used.append(Usage(100 * MIB, 0, used[-1].footprint))
+    )
+    monkeypatch.setattr(
+        memory, "give_back", lambda: used.append(Usage(100 * MIB, used[-1].pool, 140 * MIB))
+    )
     monkeypatch.setattr(memory, "usage", lambda mx: used[-1])
     made = exhausted_memory._Guard(mx, 800 * MIB, 1000 * MIB)
     made.next_request(lambda: None, None, (), {})

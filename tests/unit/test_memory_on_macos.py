@@ -36,7 +36,12 @@ class System:
         assert flavor == 0, "RUSAGE_INFO_V0"
         usage = buffer._obj
         assert type(usage) is memory._Usage
-        usage.wired_size, usage.resident_size, usage.phys_footprint, usage.proc_start_abstime = 1, 2, 2**40 + 3, 4
+        usage.wired_size, usage.resident_size, usage.phys_footprint, usage.proc_start_abstime = (
+            1,
+            2,
+            2**40 + 3,
+            4,
+        )
         ctypes.set_errno(errno.ESRCH if self.status else 0)
         return self.status
 
@@ -47,7 +52,13 @@ class System:
         assert flavor == 4, "HOST_VM_INFO64"
         assert count._obj.value == 38, "HOST_VM_INFO64_COUNT, in integers"
         pages = info._obj
-        pages.free, pages.active, pages.inactive, pages.wired, pages.compressor = 1000, 20_000, 300, 4_000_000, 50
+        pages.free, pages.active, pages.inactive, pages.wired, pages.compressor = (
+            1000,
+            20_000,
+            300,
+            4_000_000,
+            50,
+        )
         return self.status
 
     def malloc_zone_pressure_relief(self, zone, goal):

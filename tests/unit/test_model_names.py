@@ -57,7 +57,9 @@ def test_defaults_are_stocks(provider):
     rename = needless_reload._Naming(ModelDescription).rename
     assert rename(provider, described(adapter="ignored")) == described()
     assert rename(provider, described("served", None, "an adapter")) == described()
-    assert rename(provider, described("served")) == ModelDescription(model="served", draft=None, adapter=None)
+    assert rename(provider, described("served")) == ModelDescription(
+        model="served", draft=None, adapter=None
+    )
     assert rename(provider, described(["a list"])) == described(["a list"]), "stock's to refuse"
 
 
@@ -80,7 +82,9 @@ def test_a_link_with_a_new_target_is_another_model(provider, tmp_path, monkeypat
     assert rename(provider, described(str(link))) == described(), "as stock: the name is loaded"
     old.rename(tmp_path / "away")
     old.mkdir()
-    assert rename(provider, described(str(old))).model == str(old), "the path was given to another folder"
+    assert rename(provider, described(str(old))).model == str(old), (
+        "the path was given to another folder"
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,10 @@ def test_several_machines(provider, tmp_path):
     folder = str(tiny_model.make(tmp_path / "model"))
     check = dropped_model._Checking(ModelDescription).check
     check(provider, described(folder))
-    for named, param in ((described(folder, None, folder), "adapters"), (described(folder, folder), "draft_model")):
+    for named, param in (
+        (described(folder, None, folder), "adapters"),
+        (described(folder, folder), "draft_model"),
+    ):
         with pytest.raises(ShimError) as told:
             check(provider, named)
         assert (told.value.status, told.value.param) == (400, param)

@@ -61,7 +61,9 @@ def test_what_is_no_file(tmp_path):
     ):  # fmt: skip
         with pytest.raises(Refused, match=why) as refused:
             open_door.read_key(str(tmp_path / name))
-        assert str(tmp_path) not in str(refused.value), "it may be the key itself, in the wrong place"
+        assert str(tmp_path) not in str(refused.value), (
+            "it may be the key itself, in the wrong place"
+        )
     with pytest.raises(Refused, match="cannot be read"):
         open_door.read_key("~nobody-has-this-name/key")
 
@@ -93,14 +95,23 @@ def test_every_comparison_takes_the_same_time_whatever_was_brought(monkeypatch):
     assert all(door._has_key(Handler([value])) for value in WITH_KEY)
     assert not any(door._has_key(Handler([value])) for value in WITHOUT)
     assert not door._has_key(Handler())
-    assert not door._has_key(Handler([f"Bearer {KEY}", "Bearer x"])), "which of the two would count?"
-    assert len(compared) == len(WITH_KEY) + len(WITHOUT) + 2, "missing and malformed ones are compared too"
+    assert not door._has_key(Handler([f"Bearer {KEY}", "Bearer x"])), (
+        "which of the two would count?"
+    )
+    assert len(compared) == len(WITH_KEY) + len(WITHOUT) + 2, (
+        "missing and malformed ones are compared too"
+    )
     assert all(type(given) is bytes and wanted == KEY.encode() for given, wanted in compared)
     assert KEY not in repr(door) + str(door)
 
 
 def test_what_is_public():
-    public = [("GET", "/health"), ("GET", "/health?x=1"), ("GET", "/health/ready"), ("GET", "/health/live")]
+    public = [
+        ("GET", "/health"),
+        ("GET", "/health?x=1"),
+        ("GET", "/health/ready"),
+        ("GET", "/health/live"),
+    ]
     for command, path in [*public, ("OPTIONS", "/v1/completions"), ("OPTIONS", "*")]:
         assert open_door._is_public(Handler(command=command, path=path))
     for command, path in [
@@ -130,16 +141,25 @@ class Server:
 @pytest.fixture
 def asked_for(monkeypatch, tmp_path):
     """The setting names a file that is not there."""
-    monkeypatch.setattr(settings, "current", settings.Settings(api_key_file=str(tmp_path / "missing")))
+    monkeypatch.setattr(
+        settings, "current", settings.Settings(api_key_file=str(tmp_path / "missing"))
+    )
     monkeypatch.setattr(report, "states", {})
 
 
-def test_where_the_file_is_refused_not_even_a_server_that_starts_all_the_same_is_open(asked_for, monkeypatch):
+def test_where_the_file_is_refused_not_even_a_server_that_starts_all_the_same_is_open(
+    asked_for, monkeypatch
+):
     turned_away = []
-    monkeypatch.setattr(open_door.answers, "refuse", lambda _, error, __: turned_away.append(error.status))
+    monkeypatch.setattr(
+        open_door.answers, "refuse", lambda _, error, __: turned_away.append(error.status)
+    )
     server = Server()
     state = boot._apply("open_door", server)
-    assert (state.kind, state.reason) == ("failed", "the key file cannot be read: No such file or directory")
+    assert (state.kind, state.reason) == (
+        "failed",
+        "the key file cannot be read: No such file or directory",
+    )
     for authorization in ([], ["Bearer"], ["Bearer "], [f"Bearer {KEY}"]):
         assert not server.APIHandler(authorization).parse_request()
     assert turned_away == [401] * 4
@@ -149,7 +169,9 @@ def test_a_setting_that_no_guard_keeps_is_a_reason_not_to_start(asked_for, monke
     assert boot._unkept() == ["what MLX_SHIM_API_KEY_FILE asks for cannot be given: open_door None"]
     for kind in ("incompatible", "failed", "retired"):
         report.states["open_door"] = report.State(kind, "why")
-        assert boot._unkept() == [f"what MLX_SHIM_API_KEY_FILE asks for cannot be given: open_door {kind} (why)"]
+        assert boot._unkept() == [
+            f"what MLX_SHIM_API_KEY_FILE asks for cannot be given: open_door {kind} (why)"
+        ]
     report.states["open_door"] = report.State("active")
     assert boot._unkept() == []
     report.states["open_door"] = report.State("failed")

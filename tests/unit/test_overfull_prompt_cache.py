@@ -43,10 +43,15 @@ def engine(monkeypatch):
     for guard in (overfull_prompt_cache, leftover_cache, unreturned_weights):
         monkeypatch.setattr(guard, "engine", fresh)
     provider = types.SimpleNamespace(
-        cli_args=types.SimpleNamespace(prompt_cache_bytes=LIMIT), pipeline_group=None, model_key=A, model=None
+        cli_args=types.SimpleNamespace(prompt_cache_bytes=LIMIT),
+        pipeline_group=None,
+        model_key=A,
+        model=None,
     )
     fresh.generator = types.SimpleNamespace(
-        model_provider=provider, prompt_cache=stock.LRUPromptCache(), _generation_thread=threading.current_thread()
+        model_provider=provider,
+        prompt_cache=stock.LRUPromptCache(),
+        _generation_thread=threading.current_thread(),
     )
     return fresh
 
@@ -56,7 +61,9 @@ def insert(engine, *entries, entries_of=None):
     kept = engine.generator.prompt_cache if entries_of is None else entries_of
     for entry in entries:
         given = [Layer(entry)] if isinstance(entry, int) else entry
-        overfull_prompt_cache._insert(kept.insert_cache, kept, ("m", [next(numbers)], given), {"cache_type": "user"})
+        overfull_prompt_cache._insert(
+            kept.insert_cache, kept, ("m", [next(numbers)], given), {"cache_type": "user"}
+        )
     return kept.nbytes
 
 
@@ -87,7 +94,9 @@ def test_beside_a_batch_that_grows(engine):
     insert(engine, 300, 600)
     for size, left in ((0, 900), (101, 600), (LIMIT, 0)):
         batch_of(engine, size)
-        asked = overfull_prompt_cache._next_request(lambda timeout: timeout, engine.generator, (0.1,), {})
+        asked = overfull_prompt_cache._next_request(
+            lambda timeout: timeout, engine.generator, (0.1,), {}
+        )
         assert (asked, engine.generator.prompt_cache.nbytes) == (0.1, left)
 
 
@@ -139,7 +148,9 @@ def test_entries_go_with_their_model(engine, monkeypatch):
     assert switch(A, *B, to=types.SimpleNamespace(model_key=A)) == 1, "another's provider"
     with monkeypatch.context() as context:
         context.setattr(engine.generator, "_generation_thread", threading.Thread())
-        assert switch(A, *B) == 1, "in a program's own thread, which is not to touch what the generation thread uses"
+        assert switch(A, *B) == 1, (
+            "in a program's own thread, which is not to touch what the generation thread uses"
+        )
     assert switch(A, "b") == 0
     assert switch(A, "a", None, "draft") == 0, "with a draft model it has other caches"
 
@@ -149,7 +160,9 @@ def test_a_former_model_is_emptied_before_the_next_is_loaded(engine):
     seen = []
 
     def run(provider, *, drop):
-        release = unreturned_weights._Releasing(types.SimpleNamespace(clear_cache=lambda: seen.append("cleared")))
+        release = unreturned_weights._Releasing(
+            types.SimpleNamespace(clear_cache=lambda: seen.append("cleared"))
+        )
         former = provider.model = nn.Linear(4, 4)
         weight = weakref.ref(former.weight)
 
@@ -181,7 +194,9 @@ def module(**cured):
 
 def limited_run(host, port, model_provider):
     line = model_provider.cli_args
-    ResponseGenerator(model_provider, stock.LRUPromptCache(line.prompt_cache_size, line.prompt_cache_bytes))  # noqa: F821
+    ResponseGenerator(
+        model_provider, stock.LRUPromptCache(line.prompt_cache_size, line.prompt_cache_bytes)
+    )  # noqa: F821
 
 
 class Generator(stock.ResponseGenerator):
@@ -196,7 +211,10 @@ class Generator(stock.ResponseGenerator):
 def test_a_cure_retires_its_guard():
     for guard in (overfull_prompt_cache, leftover_cache, unreturned_weights):
         guard.probe(stock)
-    cured = (overfull_prompt_cache, {"run": limited_run}), (leftover_cache, {"ResponseGenerator": Generator})
+    cured = (
+        (overfull_prompt_cache, {"run": limited_run}),
+        (leftover_cache, {"ResponseGenerator": Generator}),
+    )
     for guard, names in cured:
         with pytest.raises(Retired):
             guard.probe(module(**names))

@@ -40,11 +40,15 @@ class Odd:
 def test_what_is_allowed(monkeypatch, policy, model, total, allowed):
     engine = Engine()
     made = None if model is None else model(8, 8, bias=False) if model is nn.Linear else model()
-    engine.generator = types.SimpleNamespace(model_provider=types.SimpleNamespace(model=made, draft_model=None))
+    engine.generator = types.SimpleNamespace(
+        model_provider=types.SimpleNamespace(model=made, draft_model=None)
+    )
     monkeypatch.setattr(overwired_memory, "engine", engine)
     monkeypatch.setattr(memory, "total", lambda: total)
     monkeypatch.setattr(settings, "current", Settings(wired=parse_wired(policy)))
     asked = []
-    stock = types.SimpleNamespace(array=mx.array, set_wired_limit=lambda limit: asked.append(limit) or 5)
+    stock = types.SimpleNamespace(
+        array=mx.array, set_wired_limit=lambda limit: asked.append(limit) or 5
+    )
     assert overwired_memory._View(stock).set_wired_limit(ASKED) == 5
     assert asked == [allowed]

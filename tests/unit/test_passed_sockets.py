@@ -65,7 +65,9 @@ def launchd(fds, failure=0):
         asked.append(name)
         if not failure:
             array[0] = libc.malloc(ctypes.sizeof(ctypes.c_int) * len(fds))
-            ctypes.memmove(array[0], (ctypes.c_int * len(fds))(*fds), ctypes.sizeof(ctypes.c_int) * len(fds))
+            ctypes.memmove(
+                array[0], (ctypes.c_int * len(fds))(*fds), ctypes.sizeof(ctypes.c_int) * len(fds)
+            )
             count[0] = len(fds)
         return failure
 
@@ -74,7 +76,9 @@ def launchd(fds, failure=0):
         freed.append(array)
         libc.free(ctypes.c_void_p(array))
 
-    return types.SimpleNamespace(launch_activate_socket=activate, free=free, asked=asked, freed=freed)
+    return types.SimpleNamespace(
+        launch_activate_socket=activate, free=free, asked=asked, freed=freed
+    )
 
 
 def test_launchd():
@@ -113,7 +117,13 @@ def test_which_can_be_served_on(listening, tmp_path):
         usable, reasons = passed_sockets.opened([*bad, closed, listening.fileno()])
         assert [s.detach() for s in usable] == [listening.fileno()]
         assert not listening.get_inheritable()
-        said = "does not listen", "wanted: a stream", "does not listen", "is no socket", "is no socket"
+        said = (
+            "does not listen",
+            "wanted: a stream",
+            "does not listen",
+            "is no socket",
+            "is no socket",
+        )
         assert [end in reason for end, reason in zip(said, reasons, strict=True)] == [True] * 5
         assert idle.fileno() != -1
 
@@ -134,9 +144,13 @@ class Own(ThreadingHTTPServer):
 
 
 def test_a_server_class_of_a_programs_own_is_left_alone(monkeypatch):
-    monkeypatch.setattr(refused_while_down, "_take", lambda _: pytest.fail("it sees to its sockets itself"))
+    monkeypatch.setattr(
+        refused_while_down, "_take", lambda _: pytest.fail("it sees to its sockets itself")
+    )
     with pytest.raises(NotImplementedError), pytest.warns(UserWarning, match="production"):
-        refused_while_down._serve(inspect.unwrap(stock._run_http_server), None, ("127.0.0.1", 0, None, Own), {})
+        refused_while_down._serve(
+            inspect.unwrap(stock._run_http_server), None, ("127.0.0.1", 0, None, Own), {}
+        )
 
 
 def test_the_standard_librarys_class_stays_as_it_is(listening, monkeypatch):
@@ -154,7 +168,10 @@ def test_the_standard_librarys_class_stays_as_it_is(listening, monkeypatch):
         monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", serve_forever, raising=False)
         with pytest.warns(UserWarning, match="production"):
             refused_while_down._serve(
-                run, None, (), {"host": "no.such.host.invalid", "port": 1, "response_generator": None}
+                run,
+                None,
+                (),
+                {"host": "no.such.host.invalid", "port": 1, "response_generator": None},
             )
         monkeypatch.delattr(ThreadingHTTPServer, "serve_forever")
         server = served.pop()
@@ -171,9 +188,15 @@ def test_the_standard_librarys_class_stays_as_it_is(listening, monkeypatch):
 def test_a_socket_that_cannot_be_used_is_78(monkeypatch):
     monkeypatch.setattr(refused_while_down, "_passed", None)
     monkeypatch.setattr(settings, "current", settings.Settings(launchd_socket="Listeners"))
-    monkeypatch.setattr(fatal, "end", lambda status, why: (_ for _ in ()).throw(SystemExit(f"{status} {why}")))
-    with pytest.raises(SystemExit, match=r"78 the socket to serve on cannot be used: .*'Listeners'"):
-        refused_while_down._serve(inspect.unwrap(stock._run_http_server), None, ("127.0.0.1", 0, None), {})
+    monkeypatch.setattr(
+        fatal, "end", lambda status, why: (_ for _ in ()).throw(SystemExit(f"{status} {why}"))
+    )
+    with pytest.raises(
+        SystemExit, match=r"78 the socket to serve on cannot be used: .*'Listeners'"
+    ):
+        refused_while_down._serve(
+            inspect.unwrap(stock._run_http_server), None, ("127.0.0.1", 0, None), {}
+        )
 
 
 def test_a_server_that_binds_by_itself_is_left_alone():
@@ -185,6 +208,8 @@ def test_a_server_that_binds_by_itself_is_left_alone():
 
     refused_while_down.probe(stock)
     for other in (bare, deaf):
-        module = types.SimpleNamespace(__name__="server", _run_http_server=other, APIHandler=stock.APIHandler)
+        module = types.SimpleNamespace(
+            __name__="server", _run_http_server=other, APIHandler=stock.APIHandler
+        )
         with pytest.raises(Incompatible, match="does not serve by a server class"):
             refused_while_down.probe(module)

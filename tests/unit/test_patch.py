@@ -93,10 +93,14 @@ def test_an_argument_is_found_by_its_name_and_where_the_signature_has_it():
     def stock(extra, request, timeout=None):
         raise AssertionError("it is not called")
 
-    assert patch.given(stock, ("e", "r"), {}, "request", 0) == "r", "not the first: the signature tells"
+    assert patch.given(stock, ("e", "r"), {}, "request", 0) == "r", (
+        "not the first: the signature tells"
+    )
     assert patch.given(stock, ("e",), {"request": "r"}, "request", 0) == "r"
     assert patch.given(stock, ("e", "r"), {}, "timeout", 0) is None
-    assert patch.given(len, ("r",), {}, "unknown", 0) == "r", "where the signature does not tell, the position does"
+    assert patch.given(len, ("r",), {}, "unknown", 0) == "r", (
+        "where the signature does not tell, the position does"
+    )
 
 
 def test_a_generator_function_is_not_wrapped(wrap):

@@ -38,7 +38,9 @@ def test_a_request_opens_an_entry_and_its_queue_is_ours(engine, requests, reques
     assert type(queue.Queue()) is queue.Queue, "the standard library stays as it is"
 
 
-@pytest.mark.parametrize("shape", [tuple, list, lambda parts: (*parts[1:], parts[0]), lambda parts: ("more", *parts)])
+@pytest.mark.parametrize(
+    "shape", [tuple, list, lambda parts: (*parts[1:], parts[0]), lambda parts: ("more", *parts)]
+)
 def test_the_order_and_number_of_the_parts_do_not_matter(engine, requests, request_, shape):
     requests.put(shape(request_))
     assert len(engine.entries) == 1
@@ -103,7 +105,9 @@ def test_a_token_is_told_by_what_it_has(engine, requests, request_):
     responses.put(types.SimpleNamespace(prompt=[1]))
     assert entry.phase == PREFILL
     responses.put(types.SimpleNamespace(done=3))
-    assert (entry.phase, engine.deliveries) == (PREFILL, 2), "progress of some other shape is a delivery, no token"
+    assert (entry.phase, engine.deliveries) == (PREFILL, 2), (
+        "progress of some other shape is a delivery, no token"
+    )
     responses.put(types.SimpleNamespace(token=7))
     responses.put(types.SimpleNamespace(text="x"))
     assert (entry.phase, entry.tokens) == (DECODE, 2)
@@ -119,7 +123,9 @@ def test_a_refusal_before_the_engine_gets_it(engine, requests, request_, monkeyp
     assert (requests.qsize(), engine.entries) == (0, {})
 
 
-def test_turns_are_seen_by_the_queue_where_the_loop_cannot_be_wrapped(engine, requests, monkeypatch):
+def test_turns_are_seen_by_the_queue_where_the_loop_cannot_be_wrapped(
+    engine, requests, monkeypatch
+):
     with pytest.raises(queue.Empty):
         requests.get(timeout=0.001)
     assert (engine.turns, engine.up) == (0, False), "the wrapper around _next_request tells"

@@ -9,11 +9,18 @@ from shim.core.errors import ShimError
 from shim.guards.bad_request import body, schema
 
 # What only the loaded model can tell, or the tokenizer's template.
-LATER = {"top_k of the vocabulary", "top_k above the vocabulary", "xtc_threshold 0.9", "part of an unknown type"}
+LATER = {
+    "top_k of the vocabulary",
+    "top_k above the vocabulary",
+    "xtc_threshold 0.9",
+    "part of an unknown type",
+}
 LATER |= {"logit_bias beyond the vocabulary", "logit_bias one beyond"}
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name not in LATER], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name not in LATER], ids=lambda case: case.name
+)
 def test_what_is_wrong_is_named(case):
     with pytest.raises(ShimError) as caught:
         schema.check(body.parse(case.raw), case.path != TEXT)
@@ -59,10 +66,19 @@ def test_what_stock_can_serve_passes(name):
         [
             {
                 "role": "user",
-                "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "u"}}],
+                "content": [
+                    {"type": "text", "text": "x"},
+                    {"type": "image_url", "image_url": {"url": "u"}},
+                ],
             }
         ],
-        [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
+        [
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+            }
+        ],
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}],
         [{"role": "tool", "content": "x", "tool_call_id": "1", "name": "f"}],
         [{"role": "assistant", "content": "", "tool_calls": None}],

@@ -124,4 +124,10 @@ def test_one_outcome_for_each_request(engine, in_decode):
         engine.close(entry)
     abandoned, _ = in_decode()
     engine.close(abandoned)
-    assert engine.counters == {"requests": 3, "finished": 1, "failed": 1, "abandoned": 1, "timed_out": 0}
+    assert engine.counters == {
+        "requests": 3,
+        "finished": 1,
+        "failed": 1,
+        "abandoned": 1,
+        "timed_out": 0,
+    }

@@ -74,14 +74,19 @@ def test_a_search_that_finds_something_else_is_left_alone():
 def test_the_probes_leave_logging_alone():
     """The first call of `logging.debug` sets logging up, and the server's own set-up would then do nothing."""
     names = {"debug", "info", "warning", "error", "exception"}
-    quiet = types.SimpleNamespace(**dict.fromkeys(names, lambda *_, **__: pytest.fail("the probe logs")))
+    quiet = types.SimpleNamespace(
+        **dict.fromkeys(names, lambda *_, **__: pytest.fail("the probe logs"))
+    )
     missing_include_usage.probe(module(stock_server, logging=quiet))
 
 
 def test_what_goes_wrong_with_a_hit_is_computed_anew(capfd):
     answers = iter([("a cache", [])])
     tokens = [1, 2, 3]
-    assert exact_cache_hit._fetch(lambda *_: next(answers), None, ("model", tokens), {}) == (None, tokens)
+    assert exact_cache_hit._fetch(lambda *_: next(answers), None, ("model", tokens), {}) == (
+        None,
+        tokens,
+    )
     assert "computed anew" in capfd.readouterr().err
 
 
@@ -97,7 +102,9 @@ def test_what_goes_wrong_with_a_hit_is_computed_anew(capfd):
 def test_the_rest_is_never_empty(second, expected):
     answers = iter([("a cache", []), second])
     tokens = [1, 2, 3]
-    found, rest = exact_cache_hit._fetch(lambda *_, **__: next(answers), None, (), {"model": "m", "tokens": tokens})
+    found, rest = exact_cache_hit._fetch(
+        lambda *_, **__: next(answers), None, (), {"model": "m", "tokens": tokens}
+    )
     assert rest == (tokens if expected is None else tokens[-expected:])
     assert found == (None if expected is None else "cache")
 
@@ -106,10 +113,16 @@ def test_a_cache_that_is_shorter_than_its_key_is_not_used():
     """As stock stores them beside a draft model."""
     answers = iter([("a cache", []), ([types.SimpleNamespace(offset=1)], [])])
     tokens = [1, 2, 3]
-    assert exact_cache_hit._fetch(lambda *_: next(answers), None, ("model", tokens), {}) == (None, tokens)
+    assert exact_cache_hit._fetch(lambda *_: next(answers), None, ("model", tokens), {}) == (
+        None,
+        tokens,
+    )
 
 
 def test_other_answers_are_stocks():
     answer = ("a cache", [3])
     assert exact_cache_hit._fetch(lambda *_: answer, None, ("model", [1, 2, 3]), {}) == answer
-    assert exact_cache_hit._fetch(lambda *_: ("a cache", []), None, ("model", []), {}) == ("a cache", [])
+    assert exact_cache_hit._fetch(lambda *_: ("a cache", []), None, ("model", []), {}) == (
+        "a cache",
+        [],
+    )

@@ -11,7 +11,8 @@ from shim.guards import is_required, settings_of
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("500ms", 0.5), (" 1S ", 1), ("0", 0)]
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("500ms", 0.5), (" 1S ", 1), ("0", 0)],
 )
 def test_durations(text, seconds):
     assert values.parse_duration(text) == seconds
@@ -23,7 +24,9 @@ def test_bad_durations(text):
         values.parse_duration(text)
 
 
-@pytest.mark.parametrize(("text", "value"), [("0", False), ("OFF", False), ("no", False), ("1", True), (" yes ", True)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("0", False), ("OFF", False), ("no", False), ("1", True), (" yes ", True)]
+)
 def test_switches(text, value):
     assert values.parse_switch(text) is value
 
@@ -35,7 +38,9 @@ def test_defaults_are_what_the_table_says():
 
 
 def test_an_empty_value_is_the_default():
-    assert settings.load({"MLX_SHIM_STRICT": " ", "MLX_SHIM_GENERATION_DEATH": ""}) == settings.load({})
+    assert settings.load(
+        {"MLX_SHIM_STRICT": " ", "MLX_SHIM_GENERATION_DEATH": ""}
+    ) == settings.load({})
 
 
 @pytest.mark.parametrize("guard", GUARDS)
@@ -64,7 +69,9 @@ def test_a_bad_kill_switch_is_said():
 
 def test_an_unknown_name_is_reported_with_the_nearest():
     _, _, unknown = settings.load({"MLX_SHIM_STRICKT": "1"})
-    assert unknown == ["MLX_SHIM_STRICKT is not a setting of the shim; the nearest known name is MLX_SHIM_STRICT"]
+    assert unknown == [
+        "MLX_SHIM_STRICKT is not a setting of the shim; the nearest known name is MLX_SHIM_STRICT"
+    ]
 
 
 def test_the_settings_are_frozen():
@@ -74,13 +81,22 @@ def test_the_settings_are_frozen():
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("4096", 4096), ("512K", 2**19), ("64M", 2**26), ("1.5g", 3 * 2**29), ("12GB", 12 * 2**30), ("1TiB", 2**40)],
+    [
+        ("4096", 4096),
+        ("512K", 2**19),
+        ("64M", 2**26),
+        ("1.5g", 3 * 2**29),
+        ("12GB", 12 * 2**30),
+        ("1TiB", 2**40),
+    ],
 )
 def test_sizes(text, size):
     assert values.parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "big", "-1", "1X", "1 G", "nan", "M", "9" * 400, "9" * 400 + "T"])
+@pytest.mark.parametrize(
+    "text", ["", "big", "-1", "1X", "1 G", "nan", "M", "9" * 400, "9" * 400 + "T"]
+)
 def test_bad_sizes(text):
     with pytest.raises(ValueError, match="accepted: a size such as"):
         values.parse_size(text)

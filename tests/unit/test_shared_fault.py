@@ -49,7 +49,12 @@ def test_a_detokenizer_that_fails_ends_its_own_request(engine, inserted, token, 
     detokenizer = shared_fault._detokenizer(lambda _: Broken(error), None)
     drained(responses)
     detokenizer.add_token(300)
-    assert (entry.phase, entry.outcome, entry.stopped, entry.context.stopped) == (FINISHED, "failed", True, True)
+    assert (entry.phase, entry.outcome, entry.stopped, entry.context.stopped) == (
+        FINISHED,
+        "failed",
+        True,
+        True,
+    )
     assert detokenizer.last_segment == ""
     responses.put(token())
     detokenizer.add_token(301)

@@ -51,7 +51,9 @@ def test_steps_prove_more_than_deliveries(engine, request_, context, in_decode):
     assert "no token for 590 s" in judge(engine, entry)
 
 
-def test_a_prompt_whose_client_has_left_still_explains_the_silence(engine, request_, context, in_decode):
+def test_a_prompt_whose_client_has_left_still_explains_the_silence(
+    engine, request_, context, in_decode
+):
     engine.steps = 7
     entry, _ = in_decode()
     gone, responses = request_()
@@ -202,10 +204,14 @@ def test_bytes_alone_where_the_generation_thread_stands_still(engine, answering)
     assert answering.verdicts == []
     engine.clock = 600.0
     stall._check()
-    assert answering.verdicts == ["no byte of 2 answers and no move of the generation thread for 600 s"]
+    assert answering.verdicts == [
+        "no byte of 2 answers and no move of the generation thread for 600 s"
+    ]
 
 
-@pytest.mark.parametrize("sign", ["moves", "other frame", "a byte", "a client that does not read", "nobody waits"])
+@pytest.mark.parametrize(
+    "sign", ["moves", "other frame", "a byte", "a client that does not read", "nobody waits"]
+)
 def test_any_sign_of_life_where_only_bytes_are_seen(engine, answering, sign):
     engine.clock = 590.0
     if sign == "moves":

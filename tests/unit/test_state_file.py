@@ -35,7 +35,10 @@ def test_no_home(monkeypatch, lines, home):
 
 def test_keys():
     assert state_file.key("h", 1, "m") == state_file.key("h", 1, "m")
-    assert len({state_file.key("h", 1, "m"), state_file.key("h", 2, "m"), state_file.key("h", 1, "n")}) == 3
+    assert (
+        len({state_file.key("h", 1, "m"), state_file.key("h", 2, "m"), state_file.key("h", 1, "n")})
+        == 3
+    )
     assert "secret" not in state_file.key("h", 1, "secret")
     assert state_file.key("h", 1, "\ud800") == state_file.key("h", 1, "\ud800")
 

@@ -57,7 +57,9 @@ def test_the_loop_of_stock_is_seen_to_die_without_a_line(capfd, caplog):
     assert set(threading.enumerate()) == before
 
 
-@pytest.mark.parametrize(("generator", "said"), [(Other, ""), (Swallowing, "only the watchdog saw the death")])
+@pytest.mark.parametrize(
+    ("generator", "said"), [(Other, ""), (Swallowing, "only the watchdog saw the death")]
+)
 def test_a_loop_with_another_name(generator, said):
     told = generation_death.probe(server(generator))
     assert said in told
@@ -123,7 +125,9 @@ def test_a_generator_without_a_queue_of_requests(monkeypatch):
 def test_what_cannot_be_tried_tells_nothing():
     assert trial.generator(types.SimpleNamespace(__name__="mlx_lm.server")) is None
     assert trial.in_decode(types.SimpleNamespace(__name__="mlx_lm.server")) is None
-    assert not trial.deaths(types.SimpleNamespace(__name__="mlx_lm.server"), lambda copy: None, lambda args: None)
+    assert not trial.deaths(
+        types.SimpleNamespace(__name__="mlx_lm.server"), lambda copy: None, lambda args: None
+    )
 
 
 def test_the_trials_take_milliseconds():

@@ -43,7 +43,9 @@ class Machine:
                 machine.trimmed.append(n_bytes)
 
         provider = types.SimpleNamespace(cli_args=types.SimpleNamespace(kv_bits=None))
-        self.generator = engine.generator = types.SimpleNamespace(prompt_cache=Entries(), model_provider=provider)
+        self.generator = engine.generator = types.SimpleNamespace(
+            prompt_cache=Entries(), model_provider=provider
+        )
 
     def ask(self, tokens):
         return self.guard.tokenize(lambda: ([0] * tokens, "more"), self.generator, (), {})
@@ -103,7 +105,9 @@ def test_what_is_in_use_for_the_moment_is_no_verdict_for_ever(machine, request_)
 
 def test_caches_that_share_their_arrays_do_not_make_the_model_smaller(machine, engine):
     """Two requests that continue one entry of the prompt cache, queued for the batch: each is counted with all of it."""
-    model = types.SimpleNamespace(parameters=lambda: {"layers": [{"w": Weight(1200)}, {"w": Weight(700)}]})
+    model = types.SimpleNamespace(
+        parameters=lambda: {"layers": [{"w": Weight(1200)}, {"w": Weight(700)}]}
+    )
     machine.generator.model_provider.model = model
     machine.active, machine.cached = 2000 + 1900, 1900
     engine.batch = lambda: types.SimpleNamespace(prompt_cache_nbytes=2 * 1900)

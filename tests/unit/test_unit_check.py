@@ -45,7 +45,11 @@ def lines(tmp_path):
     def look(kind, what):
         file = tmp_path / "unit"
         file.write_bytes(
-            what if isinstance(what, bytes) else what.encode() if isinstance(what, str) else plistlib.dumps(what)
+            what
+            if isinstance(what, bytes)
+            else what.encode()
+            if isinstance(what, str)
+            else plistlib.dumps(what)
         )
         file.chmod(0o644)
         return [str(f).removeprefix(f"{file}: ") for f in check.findings(kind, file, REPO)]
@@ -136,7 +140,12 @@ def test_a_plist(lines, given, says):
 
 @pytest.mark.parametrize(
     "prefix",
-    [("/usr/bin/env",), ("/usr/bin/caffeinate", "-i", "-t", "9"), ("/usr/bin/nice", "-n", "5"), ("arch", "-arm64")],
+    [
+        ("/usr/bin/env",),
+        ("/usr/bin/caffeinate", "-i", "-t", "9"),
+        ("/usr/bin/nice", "-n", "5"),
+        ("arch", "-arm64"),
+    ],
 )
 def test_programs_that_become_the_server(lines, prefix):
     assert lines("launchd", plist(ProgramArguments=[*prefix, *SERVER])) == []
@@ -161,7 +170,9 @@ def test_a_sitecustomize_before_ours(lines, tmp_path):
 def test_a_console_script_whose_first_line_keeps_the_shim_out(lines, tmp_path):
     script = tmp_path / "mlx_lm.server"
     script.write_text(f"#!{PYTHON} -sE\n")
-    assert lines("launchd", plist(ProgramArguments=[str(script)]))[0].startswith("DEFEATS: ProgramArguments: -E makes")
+    assert lines("launchd", plist(ProgramArguments=[str(script)]))[0].startswith(
+        "DEFEATS: ProgramArguments: -E makes"
+    )
 
 
 def test_a_plist_that_others_may_write(tmp_path):
@@ -234,7 +245,9 @@ def test_services_that_are_good_in_other_words(lines, tmp_path):
 
 
 def program(old="", new=""):
-    return GOOD_PROGRAM.replace(old, new + "\n" if new else "") if old else GOOD_PROGRAM + new + "\n"
+    return (
+        GOOD_PROGRAM.replace(old, new + "\n" if new else "") if old else GOOD_PROGRAM + new + "\n"
+    )
 
 
 PROGRAMS = [
@@ -269,7 +282,8 @@ def test_programs_that_are_good_in_other_words(lines, tmp_path, monkeypatch):
     pair = f'environment=PYTHONPATH="{REPO}"\n'
     for text in (
         program(pair, 'environment=A="b,c",PYTHONPATH="%(ENV_SHIM_IS_IN)s" ; where it is'),
-        f"[supervisord]\n{pair}\n[program:other]\ncommand=/bin/cat\nautorestart=false\n\n" + program(pair),
+        f"[supervisord]\n{pair}\n[program:other]\ncommand=/bin/cat\nautorestart=false\n\n"
+        + program(pair),
     ):
         assert lines("supervisord", text) == [], text
 
@@ -293,7 +307,14 @@ def test_what_is_of_another_kind(lines, kind, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90", 90), ("1min 30s", 90), ("2h", 7200), ("500ms", 0.5), ("infinity", None), ("1 fortnight", None)],
+    [
+        ("90", 90),
+        ("1min 30s", 90),
+        ("2h", 7200),
+        ("500ms", 0.5),
+        ("infinity", None),
+        ("1 fortnight", None),
+    ],
 )
 def test_time_spans_of_systemd(text, seconds):
     assert duration(text) == seconds

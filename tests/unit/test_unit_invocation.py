@@ -67,7 +67,9 @@ def test_no_setting_of_the_shim_counts_as_a_secret(name):
     assert environ.secret(name, "1") == ""
 
 
-@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "MLX_METAL_FAST_SYNCH", "HF_TOKEN_PATH", "KEYBOARD"])
+@pytest.mark.parametrize(
+    "name", ["TOKENIZERS_PARALLELISM", "MLX_METAL_FAST_SYNCH", "HF_TOKEN_PATH", "KEYBOARD"]
+)
 def test_what_is_no_secret(name):
     assert environ.secret(name, "/some/path") == ""
 

@@ -22,7 +22,9 @@ def limits(shim, monkeypatch):
 
     def made(*command, env=()):
         options = [word for pair in env for word in ("--env", pair)]
-        status, out, err = shim("launchd", *options, "--", PYTHON, "-m", "mlx_lm", "server", *command)
+        status, out, err = shim(
+            "launchd", *options, "--", PYTHON, "-m", "mlx_lm", "server", *command
+        )
         assert status == 0, err
         held = plistlib.loads(out.encode())["EnvironmentVariables"]
         return held.get(SOFT), held.get(HARD), err
@@ -42,7 +44,10 @@ def test_limits_on_memory_in_the_plist(shim, limits, tmp_path, monkeypatch):
 
     soft, hard, err = limits("--model", folder)
     assert (soft, hard) == ("47513M", "54272M")
-    assert f"{SOFT}=47513M, {HARD}=54272M: from a model of 20.00 GiB and this machine's 64.00 GiB" in err
+    assert (
+        f"{SOFT}=47513M, {HARD}=54272M: from a model of 20.00 GiB and this machine's 64.00 GiB"
+        in err
+    )
     assert f"Off with --env {SOFT}=0 --env {HARD}=0" in err
     draft = ("--model", folder, "--draft-model", "some/draft")
     assert limits(*draft, env=[f"HF_HOME={tmp_path}"])[:2] == ("49152M", "55296M"), "both"
@@ -75,7 +80,9 @@ def test_a_limit_that_is_given_and_the_other_in_the_plist(limits, tmp_path):
     assert (soft, hard) == ("45000M", "50000M")
     assert f"this machine's 64.00 GiB, held to 90% of the {HARD}=50000M that is given" in err
     assert limits(env=[f"{HARD}=50%"])[:2] == ("29491M", "50%"), "nor does a share exceed it"
-    assert limits("--model", folder, env=[f"{HARD}=56G"])[:2] == ("47513M", "56G"), "it leaves room enough"
+    assert limits("--model", folder, env=[f"{HARD}=56G"])[:2] == ("47513M", "56G"), (
+        "it leaves room enough"
+    )
     soft, hard, err = limits("--model", folder, env=[f"{SOFT}=54272M"])
     assert (soft, hard) == ("54272M", None)
     assert f"no {HARD}: 54272M, which it would be, is not above the {SOFT}=54272M given" in err

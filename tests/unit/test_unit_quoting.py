@@ -46,7 +46,9 @@ _NASTY = st.sampled_from(
 _PRINTABLE = st.characters(codec="utf-8", exclude_categories=("C", "Z"))
 _TEXT = st.lists(_NASTY | _PRINTABLE, max_size=8).map("".join)
 _ARGV = st.lists(_TEXT, max_size=6).map(lambda rest: ("/bin/python", *rest))
-_ENVIRON = st.dictionaries(st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True), _TEXT, max_size=4)
+_ENVIRON = st.dictionaries(
+    st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True), _TEXT, max_size=4
+)
 _PATH = _TEXT.map(lambda text: "/" + text.strip().strip("\\/")).filter(
     lambda path: path == path.strip()
 )  # as check_path has it
@@ -69,9 +71,15 @@ def test_launchd(argv, environ, log):
 def test_systemd_as_check_reads_it(argv, environ):
     (text,) = systemd.made(unit(argv, environ)).files.values()
     lines = text.splitlines()
-    (command,) = (line.removeprefix("ExecStart=") for line in lines if line.startswith("ExecStart="))
+    (command,) = (
+        line.removeprefix("ExecStart=") for line in lines if line.startswith("ExecStart=")
+    )
     assert tuple(word.replace("$$", "$") for word in words(command)) == argv
-    given = [words(line.removeprefix("Environment=")) for line in lines if line.startswith("Environment=")]
+    given = [
+        words(line.removeprefix("Environment="))
+        for line in lines
+        if line.startswith("Environment=")
+    ]
     assert given == [[f"{name}={value}"] for name, value in sorted(environ.items())]
 
 
@@ -82,7 +90,9 @@ def test_systemd_as_systemd_reads_it(tmp_path_factory, units):
     analyze = need("systemd-analyze")
     folder = tmp_path_factory.mktemp("units")
     for number, (argv, environ, log) in enumerate(units):
-        (text,) = systemd.made(unit(("/bin/true", *argv[1:]), environ, log=log, workdir=log)).files.values()
+        (text,) = systemd.made(
+            unit(("/bin/true", *argv[1:]), environ, log=log, workdir=log)
+        ).files.values()
         (folder / f"local-{number:02}.service").write_text(text)
     shown = subprocess.run(
         [analyze, "verify", "--man=no", *sorted(map(str, folder.iterdir()))], capture_output=True, check=False,
@@ -94,9 +104,17 @@ def test_systemd_as_systemd_reads_it(tmp_path_factory, units):
         number, _, body = part.partition(".service")
         lines = [line.strip() for line in body.splitlines()]
         seen[int(number)] = (
-            [undone(x.removeprefix("Command Line: ")) for x in lines if x.startswith("Command Line: ")],
+            [
+                undone(x.removeprefix("Command Line: "))
+                for x in lines
+                if x.startswith("Command Line: ")
+            ],
             sorted(x.removeprefix("Environment: ") for x in lines if x.startswith("Environment: ")),
-            [x.removeprefix("WorkingDirectory: ") for x in lines if x.startswith("WorkingDirectory: ")],
+            [
+                x.removeprefix("WorkingDirectory: ")
+                for x in lines
+                if x.startswith("WorkingDirectory: ")
+            ],
         )
     for number, (argv, environ, log) in enumerate(units):
         commands, variables, folders = seen[number]
@@ -147,7 +165,14 @@ def test_supervisord(supervisor_reads, argv, environ):
 def test_supervisord_paths_and_socket(supervisor_reads, tmp_path):
     folder = tmp_path / "100% of; it"
     folder.mkdir()
-    made = unit(("/bin/python", "a b"), {"A": "1"}, workdir=str(folder), log=f"{folder}/%log", socket=True, port=9)
+    made = unit(
+        ("/bin/python", "a b"),
+        {"A": "1"},
+        workdir=str(folder),
+        log=f"{folder}/%log",
+        socket=True,
+        port=9,
+    )
     (text,) = supervisord.made(made).files.values()
     group = supervisor_reads(text)
     assert group.socket_config.url == "tcp://127.0.0.1:9"

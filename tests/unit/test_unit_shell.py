@@ -52,7 +52,12 @@ def test_a_shell_in_between(look, tmp_path, text, says):
     script = tmp_path / "start"
     script.write_text(f"#!/bin/sh\n{text}\n")
     script.chmod(0o755)
-    ways = [["/bin/sh", "-c", text], ["/bin/bash", "-lc", text], ["/bin/sh", str(script)], [str(script)]]
+    ways = [
+        ["/bin/sh", "-c", text],
+        ["/bin/bash", "-lc", text],
+        ["/bin/sh", str(script)],
+        [str(script)],
+    ]
     for argv in ways:
         said = [line for line in look(argv) if "nohup" not in line]
         if says is None:

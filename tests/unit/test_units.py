@@ -48,7 +48,11 @@ def check_plist(plist) -> None:
 
 
 def test_the_documented_keys_are_those_that_check_knows():
-    within = {f"{key} {name}": t for key, names in launchd_keys.WITHIN.items() for name, t in names.items()}
+    within = {
+        f"{key} {name}": t
+        for key, names in launchd_keys.WITHIN.items()
+        for name, t in names.items()
+    }
     assert documented() == launchd_keys.KEYS | within
 
 
@@ -57,7 +61,9 @@ def test_the_plist(shim, model, tmp_path, more):
     command = (PYTHON, "-m", "mlx_lm", "server", "--model", model)
     status, out, err = shim("launchd", *more, "--env", "MLX_SHIM_DRAIN=1m", "--", *command)
     assert status == 0, err
-    assert shim("launchd", *more, "--env", "MLX_SHIM_DRAIN=1m", "--", *command)[1] == out, "the same every time"
+    assert shim("launchd", *more, "--env", "MLX_SHIM_DRAIN=1m", "--", *command)[1] == out, (
+        "the same every time"
+    )
     plist = plistlib.loads(out.encode())
     check_plist(plist)
     assert plist["ProgramArguments"] == list(command)
@@ -65,13 +71,17 @@ def test_the_plist(shim, model, tmp_path, more):
     assert plist["KeepAlive"] is True
     assert plist["ExitTimeOut"] == 60 + 1 + 5
     assert plist["ThrottleInterval"] == 10
-    assert plist["SoftResourceLimits"] == plist["HardResourceLimits"] == {"NumberOfFiles": OPEN_FILES}
+    assert (
+        plist["SoftResourceLimits"] == plist["HardResourceLimits"] == {"NumberOfFiles": OPEN_FILES}
+    )
     assert plist["ProcessType"] == "Interactive"
     assert plist["RunAtLoad"] is True
     assert plist["StandardOutPath"] == plist["StandardErrorPath"]
     assert plist.get("UserName") == ("root" if "--user" in more else None)
     if "--socket" in more:
-        assert plist["Sockets"] == {"Listener": {"SockNodeName": "127.0.0.1", "SockServiceName": "8080"}}
+        assert plist["Sockets"] == {
+            "Listener": {"SockNodeName": "127.0.0.1", "SockServiceName": "8080"}
+        }
         assert plist["EnvironmentVariables"]["MLX_SHIM_LAUNCHD_SOCKET"] == "Listener"
 
 
@@ -106,7 +116,9 @@ SECTIONS = {
 @pytest.mark.parametrize("socket", [(), ("--socket",)])
 def test_what_the_other_units_say(shim, model, tmp_path, kind, socket):
     command = (PYTHON, "-m", "mlx_lm", "server", "--model", model)
-    status, out, err = shim(kind, *socket, "--env", "MLX_SHIM_DRAIN=1m", "--output", tmp_path, "--", *command)
+    status, out, err = shim(
+        kind, *socket, "--env", "MLX_SHIM_DRAIN=1m", "--output", tmp_path, "--", *command
+    )
     assert status == 0, err
     said = Path(out.splitlines()[0]).read_text().splitlines()
     wanted = SECTIONS[kind].split()
@@ -135,7 +147,9 @@ def test_systemd_takes_the_service(shim, model, tmp_path, more):
     )  # fmt: skip
     assert status == 0, err
     files = out.split()
-    assert [Path(f).suffix for f in files] == ([".service", ".socket"] if "--socket" in more else [".service"])
+    assert [Path(f).suffix for f in files] == (
+        [".service", ".socket"] if "--socket" in more else [".service"]
+    )
     for manager in ((), ("--user",)):
         if manager and "--daemon" in more:
             continue
@@ -143,26 +157,52 @@ def test_systemd_takes_the_service(shim, model, tmp_path, more):
             [analyze, *manager, "verify", "--man=no", *files], capture_output=True, text=True, check=False,
             env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)},
         )  # fmt: skip
-        ours = [line for line in (verified.stdout + verified.stderr).splitlines() if "local-mlx" in line]
+        ours = [
+            line for line in (verified.stdout + verified.stderr).splitlines() if "local-mlx" in line
+        ]
         assert (verified.returncode, ours) == (0, []), verified.stderr
-    assert shim("systemd", "--check", files[0]) == (0, f"{files[0]}: nothing in it defeats the shim\n", "")
+    assert shim("systemd", "--check", files[0]) == (
+        0,
+        f"{files[0]}: nothing in it defeats the shim\n",
+        "",
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("socket", [(), ("--socket",)])
 def test_what_is_made_passes_its_own_check(shim, model, tmp_path, kind, socket):
-    status, out, err = shim(kind, *socket, "--output", tmp_path, "--", PYTHON, "-m", "mlx_lm.server", "--model", model)
+    status, out, err = shim(
+        kind, *socket, "--output", tmp_path, "--", PYTHON, "-m", "mlx_lm.server", "--model", model
+    )
     assert status == 0, err
     file = out.split("\n")[0]
     status, said, err = shim(kind, "--check", file)
-    assert (status, said.splitlines()[-1], err) == (0, f"{file}: nothing in it defeats the shim", "")
+    assert (status, said.splitlines()[-1], err) == (
+        0,
+        f"{file}: nothing in it defeats the shim",
+        "",
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_but_the_unit_on_stdout_and_the_same_every_time(model, kind, tmp_path):
     """In processes of their own, which order their sets and dictionaries of strings by another hash."""
     shell = [("MLX_SHIM_STRICT", "1"), ("MLX_SHIM_DRAIN", "1m"), ("MLX_SHIM_MAX_INFLIGHT", "8")]
-    command = [PYTHON, "-m", "shim", kind, "--env", "B=2", "--env", "A=1", "--", PYTHON, "-m", "mlx_lm", "server"]
+    command = [
+        PYTHON,
+        "-m",
+        "shim",
+        kind,
+        "--env",
+        "B=2",
+        "--env",
+        "A=1",
+        "--",
+        PYTHON,
+        "-m",
+        "mlx_lm",
+        "server",
+    ]
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     said = []
     for seed, given in (("1", shell), ("2", reversed(shell))):
@@ -172,7 +212,9 @@ def test_nothing_but_the_unit_on_stdout_and_the_same_every_time(model, kind, tmp
         )  # fmt: skip
         said.append((child.stdout, child.stderr))
     assert said[0] == said[1]
-    assert said[0][0].startswith({"launchd": "<?xml", "systemd": "[Unit]", "supervisord": "[program:"}[kind])
+    assert said[0][0].startswith(
+        {"launchd": "<?xml", "systemd": "[Unit]", "supervisord": "[program:"}[kind]
+    )
     assert all(name in said[0][0] for name, _ in shell)
 
 
@@ -215,12 +257,19 @@ def test_refusals_say_what_was_given_and_what_is_accepted(shim, model, tmp_path,
         (["--check", model, "--", PYTHON], "takes a FILE and no server command"),
     ]  # fmt: skip
     if other:
-        cases.append((["--", other, *server], "has no mlx_lm; give the interpreter of the environment that has it"))
+        cases.append(
+            (
+                ["--", other, *server],
+                "has no mlx_lm; give the interpreter of the environment that has it",
+            )
+        )
     for arguments, says in cases:
         status, out, err = shim("launchd", *arguments)
         assert (status, out) == (2, ""), (arguments, err)
         assert says in err, arguments
-    assert "abc" not in shim("launchd", "--env", "HF_TOKEN=abc", "--", PYTHON, *server)[2], "a secret is not repeated"
+    assert "abc" not in shim("launchd", "--env", "HF_TOKEN=abc", "--", PYTHON, *server)[2], (
+        "a secret is not repeated"
+    )
     assert shim("launchd", "--bogus", "--", PYTHON, *server)[0] == 2
     assert shim("launchd", "--label", "a b", "--", PYTHON, *server)[0] == 2
     status, out, err = shim("systemd", "--socket", "--", PYTHON, *server, "--model", model)
@@ -229,9 +278,12 @@ def test_refusals_say_what_was_given_and_what_is_accepted(shim, model, tmp_path,
     early = ("--notify", "--env", "MLX_SHIM_GIL_DEADLINE=1s")  # the server takes 300 s for it
     status, out, err = shim("systemd", *early, "--", PYTHON, *server, "--model", model)
     assert (status, out) == (2, "")
-    assert "MLX_SHIM_GIL_DEADLINE='1s' is not valid; accepted: 0, or a duration of at least 2s" in err
     assert (
-        "needs a --host that is an IP address" in shim("launchd", "--socket", "--", PYTHON, *server, "--host", "a.b")[2]
+        "MLX_SHIM_GIL_DEADLINE='1s' is not valid; accepted: 0, or a duration of at least 2s" in err
+    )
+    assert (
+        "needs a --host that is an IP address"
+        in shim("launchd", "--socket", "--", PYTHON, *server, "--host", "a.b")[2]
     )
 
 
@@ -253,7 +305,13 @@ def test_relative_paths_become_absolute_and_links_stay(shim, model, tmp_path, mo
     )  # fmt: skip
     assert status == 0, err
     plist = plistlib.loads(out.encode())
-    assert plist["ProgramArguments"] == [str(venv / "python"), "-m", "mlx_lm", "server", f"--model={tmp_path}/model"]
+    assert plist["ProgramArguments"] == [
+        str(venv / "python"),
+        "-m",
+        "mlx_lm",
+        "server",
+        f"--model={tmp_path}/model",
+    ]
     assert plist["EnvironmentVariables"] == {
         "PYTHONPATH": f"{REPO}:{tmp_path}/own:{site}", "MLX_SHIM_MAX_TOKENS": "100", "MLX_SHIM_API_KEY_FILE": str(key),
         "MLX_SHIM_MEMORY_SOFT": "70%", "MLX_SHIM_MEMORY_HARD": "80%",
@@ -269,7 +327,9 @@ def test_warnings(shim, model):
     assert f"WARNING: port {port} is taken on 127.0.0.1" in err
     assert "WARNING: --model some/model is not in the cache of the hub" in err
     assert "WARNING: no --model" in shim("supervisord", "--", *server)[2]
-    assert "WARNING: MLX_SHIM is off" in shim("supervisord", "--env", "MLX_SHIM=0", "--", *server)[2]
+    assert (
+        "WARNING: MLX_SHIM is off" in shim("supervisord", "--env", "MLX_SHIM=0", "--", *server)[2]
+    )
 
 
 def test_a_model_in_the_cache_is_no_warning(shim, tmp_path):
@@ -277,4 +337,7 @@ def test_a_model_in_the_cache_is_no_warning(shim, tmp_path):
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").touch()
     command = (PYTHON, "-m", "mlx_lm", "server", "--model", "some/model")
-    assert "not in the cache" not in shim("supervisord", "--env", f"HF_HOME={tmp_path}", "--", *command)[2]
+    assert (
+        "not in the cache"
+        not in shim("supervisord", "--env", f"HF_HOME={tmp_path}", "--", *command)[2]
+    )

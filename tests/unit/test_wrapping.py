@@ -12,7 +12,9 @@ def layers(request, tmp_path_factory):
 
 
 def test_the_page_has_the_order_of_both_lines(tmp_path):
-    assert wrapping.written() == wrapping.table(tmp_path), "python tests/bench/wrapping.py writes it"
+    assert wrapping.written() == wrapping.table(tmp_path), (
+        "python tests/bench/wrapping.py writes it"
+    )
 
 
 # Outer before inner, and why it has to be so.

@@ -19,7 +19,9 @@ UPSTREAM = "mlx-lm 1505, 1693; docs/bad-requests.md has what was seen"
 MODULE = "mlx_lm.server"
 
 BAD_REQUEST = 400
-PIECE = 1 << 16  # bytes read at a time: no buffer of the announced size for a client that sends nothing
+PIECE = (
+    1 << 16
+)  # bytes read at a time: no buffer of the announced size for a client that sends nothing
 
 
 def probe(server: Any) -> None:
@@ -51,7 +53,9 @@ class _Body:
             piece = self._raw.read(min(PIECE, size - len(raw)))
             if not piece:
                 raise ShimError(
-                    400, "incomplete_body", f"the body ended after {len(raw)} of the {size} bytes of Content-Length"
+                    400,
+                    "incomplete_body",
+                    f"the body ended after {len(raw)} of the {size} bytes of Content-Length",
                 )
             raw += piece
         schema.check(body.parse(bytes(raw)), self._chat)
@@ -81,5 +85,7 @@ def _set_completion_headers(wrapped: Any, instance: Any, args: Any, kwargs: Any)
     if status == BAD_REQUEST and isinstance(cause, Exception) and isinstance(instance.rfile, _Body):
         if isinstance(cause, ShimError):
             raise cause
-        raise ShimError(BAD_REQUEST, "invalid_request", str(cause) or type(cause).__name__) from cause
+        raise ShimError(
+            BAD_REQUEST, "invalid_request", str(cause) or type(cause).__name__
+        ) from cause
     return wrapped(*args, **kwargs)

@@ -17,13 +17,19 @@ def parse(raw: bytes) -> dict[str, Any]:
     """The body as a dict. Raises ShimError 400 where it is no JSON object that the server can work on."""
     brackets = raw.count(b"[") + raw.count(b"{")
     if brackets > BRACKETS:
-        raise ShimError(400, "invalid_json", f"the body has {brackets} brackets; accepted: {BRACKETS}")
+        raise ShimError(
+            400, "invalid_json", f"the body has {brackets} brackets; accepted: {BRACKETS}"
+        )
     try:
         body = json.loads(raw.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
-        raise ShimError(400, "invalid_json", f"the body is not UTF-8: byte {error.start} is {_hex(error)}") from None
+        raise ShimError(
+            400, "invalid_json", f"the body is not UTF-8: byte {error.start} is {_hex(error)}"
+        ) from None
     except RecursionError:
-        raise ShimError(400, "invalid_json", f"the body is nested too deep; accepted: {DEPTH} levels") from None
+        raise ShimError(
+            400, "invalid_json", f"the body is nested too deep; accepted: {DEPTH} levels"
+        ) from None
     except ValueError as error:  # JSONDecodeError, or an integer of more digits than Python reads
         raise ShimError(400, "invalid_json", f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
@@ -37,7 +43,11 @@ def shown(value: Any) -> str:
     kind = _kind(value)
     if isinstance(value, (bool, type(None), list, dict)):
         return kind
-    text = json.dumps(value) if isinstance(value, str) or _is_short(value) else f"of {value.bit_length()} bits"
+    text = (
+        json.dumps(value)
+        if isinstance(value, str) or _is_short(value)
+        else f"of {value.bit_length()} bits"
+    )
     return f"{kind} {text if len(text) <= 60 else text[:57] + '...'}"  # noqa: PLR2004
 
 
@@ -56,7 +66,13 @@ def _no_constant(name: str) -> None:
 def _kind(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    kinds = {str: "the string", int: "the number", float: "the number", list: "a list", dict: "an object"}
+    kinds = {
+        str: "the string",
+        int: "the number",
+        float: "the number",
+        list: "a list",
+        dict: "an object",
+    }
     return kinds[type(value)]
 
 
@@ -96,4 +112,6 @@ def _encodable(top: str, text: str) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             field = _field(top)
-            raise invalid(field, f"{field} has half a surrogate pair, \\u{ord(text[error.start]):04x}") from None
+            raise invalid(
+                field, f"{field} has half a surrogate pair, \\u{ord(text[error.start]):04x}"
+            ) from None

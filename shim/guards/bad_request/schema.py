@@ -14,10 +14,15 @@ from typing import Any
 from ...core.errors import invalid
 from .body import shown
 
-STOPS, STOP_LENGTH = 64, 2048  # stop strings, and characters in all: stock builds two automata of them, and keeps 100
+STOPS, STOP_LENGTH = (
+    64,
+    2048,
+)  # stop strings, and characters in all: stock builds two automata of them, and keeps 100
 DRAFTS = 64  # tokens guessed at a time: until they are, nobody else has a turn
 LARGEST = 3.4e38  # what still is a finite float32
-WEIGHT = 1e4  # of a penalty or a bias; with much more the log-probabilities are no numbers, and no JSON
+WEIGHT = (
+    1e4  # of a penalty or a bias; with much more the log-probabilities are no numbers, and no JSON
+)
 INT32, UINT64 = 2**31 - 1, 2**64 - 1
 # chat_template_kwargs reach apply_chat_template as keywords: these are not variables of the template but change what
 # the call does or returns, and a template of the client's own can run for ever in the generation thread.
@@ -44,12 +49,16 @@ def check(body: dict[str, Any], chat: bool) -> None:
 
 
 def _whole(low: int, high: int | None = None, *, null: bool = False) -> Check:
-    accepted = f"a whole number, {low} or more" if high is None else f"a whole number from {low} to {high}"
+    accepted = (
+        f"a whole number, {low} or more" if high is None else f"a whole number from {low} to {high}"
+    )
 
     def test(name: str, value: Any) -> None:
         fits = type(value) is int and low <= value and (high is None or value <= high)
         if not fits and not (null and value is None):
-            raise invalid(name, f"{name} is {shown(value)}; accepted: {accepted}{', or null' if null else ''}")
+            raise invalid(
+                name, f"{name} is {shown(value)}; accepted: {accepted}{', or null' if null else ''}"
+            )
 
     return test
 
@@ -62,7 +71,11 @@ def _number(low: float, high: float = LARGEST, *, point: bool = False) -> Check:
 
     def test(name: str, value: Any) -> None:
         fits = type(value) is float or (type(value) is int and not point)
-        if not fits or (isinstance(value, float) and not math.isfinite(value)) or not low <= value <= high:
+        if (
+            not fits
+            or (isinstance(value, float) and not math.isfinite(value))
+            or not low <= value <= high
+        ):
             raise invalid(name, f"{name} is {shown(value)}; accepted: {accepted}")
 
     return test
@@ -95,7 +108,10 @@ def _repetition_penalty(name: str, value: Any) -> None:
     """Logits are divided by it; 0 is none."""
     _number(0, WEIGHT)(name, value)
     if 0 < value < 1 / WEIGHT:
-        raise invalid(name, f"{name} is {shown(value)}; accepted: 0, or a number from {1 / WEIGHT:g} to {WEIGHT:g}")
+        raise invalid(
+            name,
+            f"{name} is {shown(value)}; accepted: 0, or a number from {1 / WEIGHT:g} to {WEIGHT:g}",
+        )
 
 
 def _logit_bias(name: str, value: Any) -> None:
@@ -107,7 +123,9 @@ def _logit_bias(name: str, value: Any) -> None:
         raise invalid(name, f"logit_bias is {shown(value)}; accepted: {accepted}")
     for key, bias in value.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 11):  # noqa: PLR2004
-            raise invalid(name, f"logit_bias has the key {json.dumps(key[:40])}; accepted: {accepted}")
+            raise invalid(
+                name, f"logit_bias has the key {json.dumps(key[:40])}; accepted: {accepted}"
+            )
         _weight(f"logit_bias[{key}]", bias)
 
 
@@ -136,12 +154,17 @@ def _chat_template_kwargs(name: str, value: Any) -> None:
     _typed("an object or null", dict, type(None))(name, value)
     for key in value or {}:
         if key in GIVEN_BY_STOCK or (key in RESERVED and value[key] not in (None, False)):
-            raise invalid(name, f"chat_template_kwargs has {key}; accepted: variables of the model's template")
+            raise invalid(
+                name, f"chat_template_kwargs has {key}; accepted: variables of the model's template"
+            )
 
 
 def _prompt(name: str, value: Any) -> None:
     if isinstance(value, list):
-        raise invalid(name, "prompt is a list, which mlx_lm.server does not take; accepted: one string a request")
+        raise invalid(
+            name,
+            "prompt is a list, which mlx_lm.server does not take; accepted: one string a request",
+        )
     _typed("a string that is not empty", str)(name, value)
     if not value:
         raise invalid(name, "prompt is empty; accepted: a string that is not empty")
@@ -187,7 +210,9 @@ def _tool_calls(where: str, calls: Any) -> None:
             try:
                 json.loads(arguments)
             except (ValueError, RecursionError):
-                raise invalid(here, f"{here}.function.arguments is not JSON; accepted: JSON in a string") from None
+                raise invalid(
+                    here, f"{here}.function.arguments is not JSON; accepted: JSON in a string"
+                ) from None
 
 
 _weight = _number(-WEIGHT, WEIGHT)

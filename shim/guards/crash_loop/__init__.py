@@ -64,7 +64,9 @@ def _load_default(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     except Exception as error:
         report.line(f"crash_loop failed, the model is loaded at once: {error!r}")
         if _account is not None:
-            _account.post(_account.loads)  # else this run, should it die, is taken for one that had only waited
+            _account.post(
+                _account.loads
+            )  # else this run, should it die, is taken for one that had only waited
     if engine.closing:
         if engine.generator is not None and not engine.distributed:
             engine.ask_to_stop()  # else the loop that comes next takes what is queued, and loads its model
@@ -92,9 +94,15 @@ def _before(provider: Any) -> Account:
         why = backoff.reason(state.deaths, limit)
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
         way_out = "MLX_SHIM_BREAKER; MLX_SHIM_CRASH_LOOP=0 starts at once"
-        report.line(f"{why}: waiting for {seconds:.0f} s, until {until}, before the model is loaded ({way_out})")
+        report.line(
+            f"{why}: waiting for {seconds:.0f} s, until {until}, before the model is loaded ({way_out})"
+        )
         wait(why, seconds)
-        report.line("the server is stopping" if engine.closing else "the wait is over, the model is being loaded")
+        report.line(
+            "the server is stopping"
+            if engine.closing
+            else "the wait is over, the model is being loaded"
+        )
     wait_for_memory(state)
     account.post(account.loads)
     return account
@@ -122,10 +130,14 @@ def wait_for_memory(state: State) -> None:
     if free >= needed:
         return
     why = f"the last run was killed, and of the {memory.shown(needed)} that it took {memory.shown(free)} are free"
-    report.line(f"{why}: waiting for the rest for at most {MEMORY_LIMIT:.0f} s before the model is loaded")
+    report.line(
+        f"{why}: waiting for the rest for at most {MEMORY_LIMIT:.0f} s before the model is loaded"
+    )
     wait(why, MEMORY_LIMIT, _Freed(needed, free))
     free = memory.available() or 0
-    report.line(f"{memory.shown(free)} are free{'' if free >= needed else ', no more'}: the wait is over")
+    report.line(
+        f"{memory.shown(free)} are free{'' if free >= needed else ', no more'}: the wait is over"
+    )
 
 
 class _Freed:

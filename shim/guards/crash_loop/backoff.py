@@ -20,7 +20,9 @@ class Death(NamedTuple):
 
 def recent(deaths: list[Death], window: float, now: float) -> list[Death]:
     """The deaths that still count, oldest first: none once the last is older than `window`, none from the future."""
-    past = sorted((death for death in deaths if death.at <= now + _SLACK), key=lambda death: death.at)[-KEPT:]
+    past = sorted(
+        (death for death in deaths if death.at <= now + _SLACK), key=lambda death: death.at
+    )[-KEPT:]
     return past if past and now - past[-1].at <= window else []
 
 
@@ -37,4 +39,6 @@ def reason(deaths: list[Death], limit: Limit) -> str:
     """Why it waits, in words."""
     status = deaths[-1].status
     how = "it was killed or crashed" if status is None else f"status {status}"
-    return f"{len(deaths)} deaths, {limit.deaths} of them within {limit.window:g} s (the last: {how})"
+    return (
+        f"{len(deaths)} deaths, {limit.deaths} of them within {limit.window:g} s (the last: {how})"
+    )

@@ -43,16 +43,22 @@ class Account:
             return outcome.result(limit) if limit and not self._late else None
         except futures.TimeoutError:  # on Python 3.10 not the one among the builtins
             self._late = True
-            report.line(f"the folder of MLX_SHIM_STATE_DIR has not answered for {limit:g} s: it is not waited for")
+            report.line(
+                f"the folder of MLX_SHIM_STATE_DIR has not answered for {limit:g} s: it is not waited for"
+            )
             return None
 
     def _framed(self, job: Callable[[], Any]) -> Any:
         try:
             return job()
         except state_file.Held:
-            report.once("another process serves this model at this host and port: deaths are noted by that one alone")
+            report.once(
+                "another process serves this model at this host and port: deaths are noted by that one alone"
+            )
         except (OSError, RuntimeError) as error:
-            report.once(f"deaths cannot be noted (MLX_SHIM_STATE_DIR, MLX_SHIM_CRASH_LOOP): {error!r}")
+            report.once(
+                f"deaths cannot be noted (MLX_SHIM_STATE_DIR, MLX_SHIM_CRASH_LOOP): {error!r}"
+            )
         except Exception as error:
             report.once(f"crash_loop failed: {error!r}")
         return None
@@ -71,9 +77,13 @@ class Account:
         state = judged(last, limit, now)
         left = backoff.seconds(state.deaths, limit) if limit and not state.served else 0.0
         left = min(left, backoff.LONGEST / (1 + JITTER)) * random.uniform(1, 1 + JITTER)  # noqa: S311
-        if last.run is not None and last.run.phase == WAITING:  # somebody ended it meanwhile: it does not begin anew
+        if (
+            last.run is not None and last.run.phase == WAITING
+        ):  # somebody ended it meanwhile: it does not begin anew
             left = min(left, max(0.0, last.run.until - now))
-        self.state = replace(state, run=Run(WAITING if left or state.killed else LOADING, now, now + left))
+        self.state = replace(
+            state, run=Run(WAITING if left or state.killed else LOADING, now, now + left)
+        )
         self.save()
         return left, self.state
 
@@ -90,7 +100,12 @@ class Account:
     def comes_up(self) -> None:
         """The model is up: what it takes is noted."""
         held = _footprint()
-        self.state = replace(self.state, killed=False, footprint=held, model=held if engine.model_name != "none" else 0)
+        self.state = replace(
+            self.state,
+            killed=False,
+            footprint=held,
+            model=held if engine.model_name != "none" else 0,
+        )
         self._up_since = time.monotonic()
         self._note(UP)
 
@@ -111,17 +126,25 @@ class Account:
         good = limit.window if limit else _GOOD_RUN
         if engine.closing:
             self.ends(None)
-        elif self.state.deaths and self._up_since is not None and time.monotonic() - self._up_since > good:
+        elif (
+            self.state.deaths
+            and self._up_since is not None
+            and time.monotonic() - self._up_since > good
+        ):
             self.state = replace(self.state, deaths=[])
             self.save()
         elif time.monotonic() - self._seen >= SEEN:
-            self.state = replace(self.state, footprint=_footprint(), run=replace(run, seen=self._now()))
+            self.state = replace(
+                self.state, footprint=_footprint(), run=replace(run, seen=self._now())
+            )
             self.save()
 
     def ends(self, status: int | None) -> None:
         """Note the end: a death with its status, or None for one that was asked for."""
         run = self.state.run
-        if run is not None and (status is not None or run.phase != WAITING):  # the next start waits for what is left
+        if run is not None and (
+            status is not None or run.phase != WAITING
+        ):  # the next start waits for what is left
             died = [] if status is None else [Death(self._now(), status)]
             deaths, served = [*self.state.deaths, *died], self.state.served and not died
             self.state = replace(self.state, deaths=deaths, served=served, killed=False, run=None)

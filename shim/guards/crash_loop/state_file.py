@@ -74,8 +74,12 @@ def decode(text: bytes) -> State:
     if not isinstance(known, dict):
         raise Corrupt("no JSON object")
     try:
-        deaths = [Death(_number(at), None if s is None else int(_number(s))) for at, s in known["deaths"]]
-        run = known["run"] and Run(_phase(known["run"][0]), _number(known["run"][1]), _number(known["run"][2]))
+        deaths = [
+            Death(_number(at), None if s is None else int(_number(s))) for at, s in known["deaths"]
+        ]
+        run = known["run"] and Run(
+            _phase(known["run"][0]), _number(known["run"][1]), _number(known["run"][2])
+        )
         sizes = int(_number(known["model"])), int(_number(known["footprint"]))
         return State(deaths, known["served"] is True, known["killed"] is True, *sizes, run or None)
     except (KeyError, IndexError, TypeError, ValueError) as error:

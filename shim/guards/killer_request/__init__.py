@@ -31,7 +31,11 @@ def probe(server: Any) -> str:
     )  # fmt: skip
     if server.mx.random.key(5 << 32 | 7).tolist() != [5, 7]:
         raise Incompatible("a seed is not the state of mx.random: it could not be put back")
-    return "" if has(server, MAKES_STOP) else f"stop strings are not tried: {server.__name__} has no {MAKES_STOP}"
+    return (
+        ""
+        if has(server, MAKES_STOP)
+        else f"stop strings are not tried: {server.__name__} has no {MAKES_STOP}"
+    )
 
 
 def apply(server: Any) -> None:
@@ -53,7 +57,9 @@ class _Rehearsal:
             result = wrapped(*args, **kwargs)
         except (Exception, SystemExit, KeyboardInterrupt):
             raise
-        except BaseException as panic:  # of a tokenizer written in Rust: stock's `except Exception` lets it through
+        except (
+            BaseException
+        ) as panic:  # of a tokenizer written in Rust: stock's `except Exception` lets it through
             told = f"the request cannot be turned into a prompt: {type(panic).__name__}"
             raise ShimError(400, "invalid_request", told) from panic
         try:
@@ -71,7 +77,9 @@ class _Rehearsal:
         try:
             prompt, segments, kinds, state, *rest = (result, [result], None, "") if flat else result
         except (TypeError, ValueError) as error:
-            report.failed("killer_request", f"_tokenize returns another shape than is known: {error}")
+            report.failed(
+                "killer_request", f"_tokenize returns another shape than is known: {error}"
+            )
             return result
         rows = vocabulary.of(anatomy.provider_of(instance).model)
         _check_prompt(prompt, rows.embedding)
@@ -91,7 +99,9 @@ class _Rehearsal:
     def _try_stop(self, generator: Any, tokenizer: Any, stop_words: Any, state: str) -> None:
         named = {"initial_state": state} if "initial_state" in (self._stop_parameters or {}) else {}
         try:
-            generator._make_state_machine(anatomy.provider_of(generator).model_key, tokenizer, stop_words, **named)
+            generator._make_state_machine(
+                anatomy.provider_of(generator).model_key, tokenizer, stop_words, **named
+            )
         except Exception as error:
             raise invalid("stop", f"the stop strings cannot be used: {_what(error)}") from error
 
@@ -105,9 +115,13 @@ class _Rehearsal:
         try:
             self.server._make_sampler(asked, tokenizer)(mx.zeros((1, rows or 1 << 20)))
         except Exception as error:
-            raise ShimError(400, "invalid_value", f"the sampling values cannot be used: {_what(error)}") from error
+            raise ShimError(
+                400, "invalid_value", f"the sampling values cannot be used: {_what(error)}"
+            ) from error
         finally:
-            mx.random.seed(high << 32 | low)  # nobody's tokens depend on what was tried for somebody else
+            mx.random.seed(
+                high << 32 | low
+            )  # nobody's tokens depend on what was tried for somebody else
         if len(self._tried) >= KNOWN:
             self._tried.clear()
         self._tried.add(tried)
@@ -132,9 +146,13 @@ def _check_prompt(prompt: Any, rows: int | None) -> None:
     if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
         raise ShimError(400, "invalid_value", "the prompt cannot be turned into a list of tokens")
     if not prompt:
-        raise ShimError(400, "invalid_value", "the prompt is empty: it has no token; accepted: at least one")
+        raise ShimError(
+            400, "invalid_value", "the prompt is empty: it has no token; accepted: at least one"
+        )
     if rows is not None and not 0 <= min(prompt) <= max(prompt) < rows:
-        raise ShimError(400, "invalid_value", f"the prompt has the token {max(prompt)}; the model knows {rows}")
+        raise ShimError(
+            400, "invalid_value", f"the prompt has the token {max(prompt)}; the model knows {rows}"
+        )
 
 
 def _check_ids(asked: Any, rows: int | None) -> None:
@@ -142,9 +160,13 @@ def _check_ids(asked: Any, rows: int | None) -> None:
         return
     for token in asked.logits.logit_bias or {}:
         if not 0 <= token < rows:
-            raise invalid("logit_bias", f"logit_bias has the token id {token}; accepted: 0 to {rows - 1}")
+            raise invalid(
+                "logit_bias", f"logit_bias has the token id {token}; accepted: 0 to {rows - 1}"
+            )
     if asked.top_logprobs > rows:
-        raise invalid("top_logprobs", f"top_logprobs is {asked.top_logprobs}; accepted: at most {rows}")
+        raise invalid(
+            "top_logprobs", f"top_logprobs is {asked.top_logprobs}; accepted: at most {rows}"
+        )
 
 
 def _check_sampling(sampling: Any, rows: int | None) -> None:
@@ -152,6 +174,11 @@ def _check_sampling(sampling: Any, rows: int | None) -> None:
     if not sampling.temperature:
         return  # greedy: none of the rest is looked at
     if rows is not None and sampling.top_k >= rows:
-        raise invalid("top_k", f"top_k is {sampling.top_k}; accepted: 0 to {rows - 1}, the model's tokens less one")
+        raise invalid(
+            "top_k",
+            f"top_k is {sampling.top_k}; accepted: 0 to {rows - 1}, the model's tokens less one",
+        )
     if sampling.xtc_probability and sampling.xtc_threshold > 0.5:  # noqa: PLR2004
-        raise invalid("xtc_threshold", f"xtc_threshold is {sampling.xtc_threshold:g}; accepted: 0 to 0.5")
+        raise invalid(
+            "xtc_threshold", f"xtc_threshold is {sampling.xtc_threshold:g}; accepted: 0 to 0.5"
+        )

@@ -35,7 +35,10 @@ def of(model: Any) -> Rows:
 def _count(model: Any) -> Rows:
     found: dict[str, int] = {}
     modules = sorted(model.named_modules(), key=lambda item: item[0].count("."))
-    for path, module in modules:  # the shallowest of a name first: that of the language model itself
+    for (
+        path,
+        module,
+    ) in modules:  # the shallowest of a name first: that of the language model itself
         shape: tuple[int, ...] = getattr(getattr(module, "weight", None), "shape", ())
         if len(shape) == 2:  # noqa: PLR2004
             found.setdefault(path.rsplit(".", 1)[-1], shape[0])

@@ -27,7 +27,9 @@ MODULE = "mlx_lm.server"
 BACKLOG = 1024  # connections that wait for the next process, where the system allows so many
 RETRY_AFTER = 1  # seconds after a death: one need not wait for the model before one connects
 
-_passed: list[int] | None = None  # descriptors; they stay open, for a program that serves more than once
+_passed: list[int] | None = (
+    None  # descriptors; they stay open, for a program that serves more than once
+)
 
 
 def probe(server: Any) -> None:
@@ -51,7 +53,9 @@ def probe(server: Any) -> None:
         quiet = dry_run.Anything()
         dry_run.of(stock, logging=quiet, warnings=quiet)("127.0.0.1", 0, quiet, server_class=Server)
     if served != [True]:
-        raise Incompatible(f"{server.__name__}._run_http_server does not serve by a server class that it is given")
+        raise Incompatible(
+            f"{server.__name__}._run_http_server does not serve by a server class that it is given"
+        )
 
 
 def apply(server: Any) -> None:
@@ -82,7 +86,10 @@ def _take(port: int) -> socket.socket | None:
     global _passed
     if _passed is None:
         name = settings.current.launchd_socket
-        _passed = [*(passed_sockets.from_launchd(name) if name else []), *passed_sockets.from_systemd()]
+        _passed = [
+            *(passed_sockets.from_launchd(name) if name else []),
+            *passed_sockets.from_systemd(),
+        ]
     if not _passed:
         return None
     usable, reasons = passed_sockets.opened(_passed)
@@ -91,8 +98,12 @@ def _take(port: int) -> socket.socket | None:
     chosen = passed_sockets.chosen(usable, port)
     passed_sockets.listen(chosen, BACKLOG)
     where = "" if passed_sockets.port_of(chosen) == port else f", not on --port {port}"
-    reasons += [f"{passed_sockets.shown(other)} is not served" for other in usable if other is not chosen]
-    report.line("; ".join([f"serving on the passed socket {passed_sockets.shown(chosen)}{where}", *reasons]))
+    reasons += [
+        f"{passed_sockets.shown(other)} is not served" for other in usable if other is not chosen
+    ]
+    report.line(
+        "; ".join([f"serving on the passed socket {passed_sockets.shown(chosen)}{where}", *reasons])
+    )
     own = chosen.dup()  # as a server may close its own
     for s in usable:
         s.detach()
@@ -113,7 +124,9 @@ def serving_on(stock: Any, passed: socket.socket) -> Any:
             self.address_family = passed.family
             self.server_address = address = passed.getsockname()
             unix = passed.family == socket.AF_UNIX
-            self.server_name, self.server_port = ("localhost", 0) if unix else address[:2]  # by no look-up of names
+            self.server_name, self.server_port = (
+                ("localhost", 0) if unix else address[:2]
+            )  # by no look-up of names
 
         def server_activate(self) -> None:
             """It listens."""

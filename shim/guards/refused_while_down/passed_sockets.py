@@ -51,7 +51,9 @@ def from_launchd(name: str, library: Any = None) -> list[int]:
     try:
         activate, free = library.launch_activate_socket, library.free
     except AttributeError:
-        raise Unusable(f"the socket {name!r} was to come from launchd, and this system has none") from None
+        raise Unusable(
+            f"the socket {name!r} was to come from launchd, and this system has none"
+        ) from None
     activate.argtypes = [
         ctypes.c_char_p, ctypes.POINTER(ctypes.POINTER(ctypes.c_int)), ctypes.POINTER(ctypes.c_size_t),
     ]  # fmt: skip
@@ -60,8 +62,13 @@ def from_launchd(name: str, library: Any = None) -> list[int]:
     array, count = ctypes.POINTER(ctypes.c_int)(), ctypes.c_size_t()
     failed = activate(os.fsencode(name), ctypes.byref(array), ctypes.byref(count))
     if failed:
-        why = {errno.ENOENT: "the plist's Sockets has no such key", errno.ESRCH: "launchd did not start this process"}
-        raise Unusable(f"launchd passes no socket {name!r}: {why.get(failed) or os.strerror(failed)}")
+        why = {
+            errno.ENOENT: "the plist's Sockets has no such key",
+            errno.ESRCH: "launchd did not start this process",
+        }
+        raise Unusable(
+            f"launchd passes no socket {name!r}: {why.get(failed) or os.strerror(failed)}"
+        )
     fds = [array[index] for index in range(count.value)]
     free(array)
     if not fds:
@@ -127,7 +134,9 @@ def shown(opened: socket.socket) -> str:
 
 def listen(opened: socket.socket, backlog: int) -> None:
     """Have it queue so many connections, as far as the system lets it. Raises Unusable where it cannot listen at all."""
-    opened.setblocking(True)  # what launchd and some others pass does not wait, nor, on macOS, would what it accepts
+    opened.setblocking(
+        True
+    )  # what launchd and some others pass does not wait, nor, on macOS, would what it accepts
     try:
         opened.listen(backlog)
     except OSError as error:

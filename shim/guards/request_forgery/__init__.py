@@ -25,21 +25,36 @@ from .image_fetch import Allowance, CannotFetch
 UPSTREAM = "no issue known; seen on 0.32.2"
 MODULE = "mlx_lm.server"
 
-MAX_PIXELS = 64_000_000  # of all images of a request: they take seconds to decode, and everybody waits
+MAX_PIXELS = (
+    64_000_000  # of all images of a request: they take seconds to decode, and everybody waits
+)
 
 _FIELD = "messages"
-_REMOTE = ("http://", "https://")  # as stock tells them: "HTTP://" is not fetched by it, and refused by it later
+_REMOTE = (
+    "http://",
+    "https://",
+)  # as stock tells them: "HTTP://" is not fetched by it, and refused by it later
 _local = threading.local()  # .handler: whose request this thread reads
 
 
 def probe(server: Any) -> None:
     if not hasattr(server, "_inline_image_urls") and not hasattr(server, "urlopen"):
         raise Retired("this version fetches nothing that a request names")
-    require(server, "_inline_image_urls", "_image_parts", "_image_url", "urlopen", "load", "load_processor")
+    require(
+        server,
+        "_inline_image_urls",
+        "_image_parts",
+        "_image_url",
+        "urlopen",
+        "load",
+        "load_processor",
+    )
     require(server, "APIHandler.handle_chat_completions")
     url = "http://127.0.0.1:1/"
     if url not in _opened_by(server, url):
-        raise Incompatible("mlx_lm.server fetches images by other means than urlopen, or no longer everywhere")
+        raise Incompatible(
+            "mlx_lm.server fetches images by other means than urlopen, or no longer everywhere"
+        )
 
 
 def _opened_by(server: Any, url: str) -> list[Any]:
@@ -82,7 +97,9 @@ def _inline(server: Any, messages: Any) -> None:
     urls = [server._image_url(part) for part in parts]
     for url in urls:
         if not isinstance(url, str):
-            raise errors.invalid(_FIELD, f"the URL of an image is a string, not {type(url).__name__}")
+            raise errors.invalid(
+                _FIELD, f"the URL of an image is a string, not {type(url).__name__}"
+            )
     remote = [(part, url) for part, url in zip(parts, urls, strict=True) if url.startswith(_REMOTE)]
     handler = getattr(_local, "handler", None)
     if parts and handler is not None:
@@ -98,10 +115,15 @@ def _inline(server: Any, messages: Any) -> None:
 def _refuse_large(server: Any, parts: list[dict[str, Any]]) -> None:
     """Images are decoded in the generation thread, all of them before the first is used, and a small file may be a large one."""
     if len(parts) > image_fetch.MAX_IMAGES:
-        raise errors.invalid(_FIELD, f"messages has {len(parts)} images; at most {image_fetch.MAX_IMAGES} are accepted")
+        raise errors.invalid(
+            _FIELD,
+            f"messages has {len(parts)} images; at most {image_fetch.MAX_IMAGES} are accepted",
+        )
     pixels = sum(_pixels(server._image_url(part)) for part in parts)
     if pixels > MAX_PIXELS:
-        raise errors.invalid(_FIELD, f"the images have {pixels} pixels; at most {MAX_PIXELS} in all are accepted")
+        raise errors.invalid(
+            _FIELD, f"the images have {pixels} pixels; at most {MAX_PIXELS} in all are accepted"
+        )
 
 
 def _pixels(url: str) -> int:
@@ -122,7 +144,9 @@ def _fetch_all(remote: list[tuple[dict[str, Any], str]]) -> None:
         raise errors.invalid(_FIELD, "this server fetches no images; send them as data: URLs")
     if len(remote) > image_fetch.MAX_IMAGES:
         given = f"messages has {len(remote)} images to fetch"
-        raise errors.invalid(_FIELD, f"{given}; at most {image_fetch.MAX_IMAGES} are accepted, or data: URLs")
+        raise errors.invalid(
+            _FIELD, f"{given}; at most {image_fetch.MAX_IMAGES} are accepted, or data: URLs"
+        )
     targets = [_parsed(url) for _, url in remote]  # all of them before the first is asked
     allowance = Allowance()
     for (part, url), target in zip(remote, targets, strict=True):
@@ -131,7 +155,10 @@ def _fetch_all(remote: list[tuple[dict[str, Any], str]]) -> None:
         except CannotFetch as error:
             raise _refusal(url, str(error)) from error
         part.clear()
-        part.update(type="image_url", image_url={"url": f"data:{mime};base64,{base64.b64encode(data).decode()}"})
+        part.update(
+            type="image_url",
+            image_url={"url": f"data:{mime};base64,{base64.b64encode(data).decode()}"},
+        )
 
 
 def _parsed(url: str) -> image_fetch.Target:
@@ -147,7 +174,9 @@ def _refusal(url: str, why: str) -> errors.ShimError:
 
 def _refuse_unless_taken(server: Any, handler: Any, *, fetching: bool) -> None:
     """Raise ShimError where the model that is asked takes no images, or where only a download would tell."""
-    taken = _takes_images(server, anatomy.provider_of(handler.response_generator), handler.requested_model)
+    taken = _takes_images(
+        server, anatomy.provider_of(handler.response_generator), handler.requested_model
+    )
     if taken is None and fetching:
         raise errors.invalid(
             _FIELD, "whether this model takes images is not known before it is loaded, and until then none is fetched; "
@@ -187,6 +216,10 @@ def _folder_of(name: str | None) -> Path | None:
 def _would_take_images(server: Any, folder: Path) -> bool:
     utils = sys.modules[server.load.__module__]
     config = utils.load_config(folder)
-    module = "custom_model" if config.get("model_file") else utils._get_classes(config)[0].__module__
-    stand_in = type("Model", (), {"__module__": module})()  # stock looks at the module of the model's class alone
+    module = (
+        "custom_model" if config.get("model_file") else utils._get_classes(config)[0].__module__
+    )
+    stand_in = type(
+        "Model", (), {"__module__": module}
+    )()  # stock looks at the module of the model's class alone
     return server.load_processor(stand_in, config) is not None

@@ -48,13 +48,17 @@ class Allowance:
         """The time that is left, more than 0. Raises CannotFetch where there is none."""
         left = self._end - time.monotonic()
         if left <= 0:
-            raise CannotFetch(f"took too long: the images of a request are fetched within {MAX_SECONDS:g} seconds")
+            raise CannotFetch(
+                f"took too long: the images of a request are fetched within {MAX_SECONDS:g} seconds"
+            )
         return left
 
     def spend(self, count: int) -> None:
         """Note so many bytes. Raises CannotFetch where there were fewer."""
         if count > self.bytes:
-            raise CannotFetch(f"is too large: the images of a request are at most {MAX_BYTES // 2**20} MiB")
+            raise CannotFetch(
+                f"is too large: the images of a request are at most {MAX_BYTES // 2**20} MiB"
+            )
         self.bytes -= count
 
 
@@ -106,7 +110,9 @@ def fetch(target: Target, allowance: Allowance, *, public: bool) -> tuple[str, b
                     target = _follow(target, response.headers.get("Location"))
                     continue
                 if response.status != http.client.OK:
-                    raise CannotFetch(f"was answered {response.status} by its server; 200 is accepted")
+                    raise CannotFetch(
+                        f"was answered {response.status} by its server; 200 is accepted"
+                    )
                 return response.headers.get_content_type(), _body(response, allowance)
     except (OSError, http.client.HTTPException) as error:
         allowance.seconds()  # else it is the time
@@ -121,8 +127,12 @@ def _follow(target: Target, location: str | None) -> Target:
     except (CannotFetch, ValueError) as error:
         raise CannotFetch("is redirected to what is not an http(s) URL") from error
     same = (there.scheme, there.port) == (target.scheme, target.port)
-    if there.host != target.host or not (same or (target.scheme, there.scheme) == ("http", "https")):
-        raise CannotFetch("is redirected elsewhere, which is not followed; name the URL where the image is")
+    if there.host != target.host or not (
+        same or (target.scheme, there.scheme) == ("http", "https")
+    ):
+        raise CannotFetch(
+            "is redirected elsewhere, which is not followed; name the URL where the image is"
+        )
     return there
 
 
@@ -147,9 +157,13 @@ def _connect(target: Target, allowance: Allowance, *, public: bool) -> socket.so
     """A connection to one of the host's addresses; with `public`, none of which is anything but public."""
     found = _resolve(target, allowance)
     allowance.seconds()
-    if public and not (found and all(_may_be_asked(family, address) for family, *_, address in found)):
+    if public and not (
+        found and all(_may_be_asked(family, address) for family, *_, address in found)
+    ):
         # The same words whether there is no such name or where it leads: they would tell a stranger what is inside.
-        raise CannotFetch("is not at a public address of the internet, or at none, and no other is asked here")
+        raise CannotFetch(
+            "is not at a public address of the internet, or at none, and no other is asked here"
+        )
     failed: OSError = OSError("the name has no address")
     for family, kind, protocol, _, address in found:
         sock = socket.socket(family, kind, protocol)
@@ -234,7 +248,9 @@ def _body(response: http.client.HTTPResponse, allowance: Allowance) -> bytes:
     if response.length is not None and response.length > allowance.bytes:
         allowance.spend(response.length)
     pieces = []
-    while piece := response.read(_PIECE):  # in pieces: asked for a whole chunk, http.client believes the size it names
+    while piece := response.read(
+        _PIECE
+    ):  # in pieces: asked for a whole chunk, http.client believes the size it names
         pieces.append(piece)
     if response.length:
         raise http.client.IncompleteRead(b"", response.length)

@@ -7,7 +7,9 @@ import ipaddress
 # What ipaddress calls global in some releases of Python and IANA does not, or what is a network of its own to reach.
 _NOT_PUBLIC_4 = [ipaddress.IPv4Network(n) for n in ("192.0.0.0/24", "192.88.99.0/24")]
 _NOT_PUBLIC_6 = [ipaddress.IPv6Network(n) for n in ("2001:db8::/32", "3fff::/20")]
-_UNICAST_6 = ipaddress.IPv6Network("2000::/3")  # all that has ever been given out; site-local, say, lies elsewhere
+_UNICAST_6 = ipaddress.IPv6Network(
+    "2000::/3"
+)  # all that has ever been given out; site-local, say, lies elsewhere
 # An IPv4 address in IPv6's clothes: mapped, and behind the well-known NAT64, by which machines without IPv4 reach it.
 _CARRIES_IPV4 = [ipaddress.IPv6Network(n) for n in ("::ffff:0:0/96", "64:ff9b::/96")]
 
@@ -23,7 +25,9 @@ def is_public(address: str) -> bool:
     except ValueError:
         return False
     if isinstance(ip, ipaddress.IPv4Address):
-        return ip.is_global and not (ip.is_multicast or ip.is_reserved or any(ip in n for n in _NOT_PUBLIC_4))
+        return ip.is_global and not (
+            ip.is_multicast or ip.is_reserved or any(ip in n for n in _NOT_PUBLIC_4)
+        )
     if ip.scope_id is not None:
         return False
     if any(ip in network for network in _CARRIES_IPV4):

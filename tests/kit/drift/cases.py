@@ -18,7 +18,15 @@ from conftest import FaultyModel
 from kit.drift import mutate, stock_package
 from kit.drift.report import Row, faults_of_ours, states
 from kit.drift.server import Drifted, Host, lay_out, package_of
-from kit.harness import KILLER, REPO, Inconclusive, clean_environ, expect_zombie, python_of, wait_until
+from kit.harness import (
+    KILLER,
+    REPO,
+    Inconclusive,
+    clean_environ,
+    expect_zombie,
+    python_of,
+    wait_until,
+)
 from kit.pages import wrapping
 from kit.streams import Stream
 
@@ -32,10 +40,16 @@ HEART = (
 AT_ONCE = 4  # most of a case is waiting
 FIXED = {"prompt": "The quick brown", "max_tokens": 8, "temperature": 0}
 # What else a changed server must answer as stock does: each name is used by one of these, or while it starts or loads.
-CHAT = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "max_tokens": 8}
+CHAT = {
+    "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+    "max_tokens": 8,
+}
 OTHERS = {
     "alone": ("/v1/chat/completions", CHAT | {"seed": 1}),
-    "in a batch": ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 3, "repetition_penalty": 1.1}),
+    "in a batch": (
+        "/v1/chat/completions",
+        CHAT | {"logprobs": True, "top_logprobs": 3, "repetition_penalty": 1.1},
+    ),
     "again": ("/v1/chat/completions", CHAT),
 }
 TOLD_WITHIN = 20.0
@@ -52,8 +66,14 @@ def touched(line: str, folder: Path, guards: Iterable[str] = GUARDS) -> list[tup
     """Every name of stock that these guards and what observes ask for, with each of their settings asking for much."""
     off = {f"MLX_SHIM_{name.upper()}": "0" for name in GUARDS if name not in guards}
     environ = clean_environ(**wrapping.every_setting(folder) | off, PYTHONPATH=str(REPO))
-    listed = subprocess.run([python_of(line), "-c", _LISTS], env=environ, capture_output=True, check=True, text=True)
-    return [(module, path) for module, path in json.loads(listed.stdout) if module.split(".")[0] == "mlx_lm"]
+    listed = subprocess.run(
+        [python_of(line), "-c", _LISTS], env=environ, capture_output=True, check=True, text=True
+    )
+    return [
+        (module, path)
+        for module, path in json.loads(listed.stdout)
+        if module.split(".")[0] == "mlx_lm"
+    ]
 
 
 SERVER = "mlx_lm.server"
@@ -88,11 +108,17 @@ class Bench:
         with self._server(self._folder(), None, MLX_SHIM="0") as server:
             return _answers(server.ready())
 
-    def run_all(self, wanted: Iterable[Case], run: Callable[..., Row | None] | None = None) -> list[Row]:
+    def run_all(
+        self, wanted: Iterable[Case], run: Callable[..., Row | None] | None = None
+    ) -> list[Row]:
         """The rows of those cases that make sense."""
         _ = self.stock_answers
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            return [row for row in pool.map(lambda case: (run or self.run)(*case), wanted) if row is not None]
+            return [
+                row
+                for row in pool.map(lambda case: (run or self.run)(*case), wanted)
+                if row is not None
+            ]
 
     def run_each(self, attributes: Iterable[str]) -> list[Row | None]:
         """The rows of attributes of the generator."""
@@ -110,8 +136,14 @@ class Bench:
         # As an attribute of what holds it: a keyword of the same name belongs to somebody else.
         changed = re.sub(rf"(?<=\.){name}\b(?!=[^=])", f"{name}_renamed", source)
         changed = re.sub(rf"\bdef {name}\b", f"def {name}_renamed", changed)
-        changed = re.sub(r"\br\.prompt_cache_renamed\b", "r.prompt_cache", changed)  # of the batch's responses
-        return None if changed == source else self.run_changed(SERVER, name, "renamed", {SERVER: changed})
+        changed = re.sub(
+            r"\br\.prompt_cache_renamed\b", "r.prompt_cache", changed
+        )  # of the batch's responses
+        return (
+            None
+            if changed == source
+            else self.run_changed(SERVER, name, "renamed", {SERVER: changed})
+        )
 
     def run_changed(self, module: str, path: str, kind: str, changed: stock_package.Sources) -> Row:
         row = Row(self.line, f"{module}.{path}", kind)
@@ -131,7 +163,9 @@ class Bench:
     def changed(self, module: str, path: str, kind: str) -> Iterator[Drifted]:
         """A server over the changed sources, under the shim with the limits of a case."""
         folder = self._folder()
-        lay_out(folder, package_of(self.line), mutate.mutate(self.sources, module, path, kind) or {})
+        lay_out(
+            folder, package_of(self.line), mutate.mutate(self.sources, module, path, kind) or {}
+        )
         with self._server(folder, folder, **ASKED) as server:
             yield server
 
@@ -146,7 +180,9 @@ class Bench:
         with self._server(folder, folder, MLX_SHIM="0") as server:
             try:
                 answers, stock = _answers(server.ready()), self.stock_answers
-                row.wrong += [f"{name}: {answers[name]}" for name in answers if answers[name] != stock[name]]
+                row.wrong += [
+                    f"{name}: {answers[name]}" for name in answers if answers[name] != stock[name]
+                ]
             except (AssertionError, OSError, http.client.HTTPException) as error:
                 row.wrong.append(f"{type(error).__name__}: {str(error)[:200]}")
             row.served, row.log = not row.wrong, server.text()
@@ -156,7 +192,9 @@ class Bench:
     def control(self, module: str, path: str, kind: str) -> None:
         """Without the shim the hang is never told, and the death leaves a zombie; else raise Inconclusive."""
         folder = self._folder()
-        lay_out(folder, package_of(self.line), mutate.mutate(self.sources, module, path, kind) or {})
+        lay_out(
+            folder, package_of(self.line), mutate.mutate(self.sources, module, path, kind) or {}
+        )
         with self._server(folder, folder, MLX_SHIM="0") as server:
             server.ready()
             assert _answers(server) == self.stock_answers
@@ -164,7 +202,9 @@ class Bench:
             stream = _blocked(server, trigger)
             ended = wait_until(lambda: not server.alive or not stream.thread.is_alive(), 5)
             if ended or server.get("/health")[0] != 200:
-                raise Inconclusive(f"stock did not hang in silence; its log:\n{server.text()[-3000:]}")
+                raise Inconclusive(
+                    f"stock did not hang in silence; its log:\n{server.text()[-3000:]}"
+                )
             trigger.unlink()
             server.send_and_leave(KILLER)
             expect_zombie(server)
@@ -183,9 +223,13 @@ class Bench:
             if file.name != "config.json":
                 (model / file.name).symlink_to(file)
         config = json.loads((self.model.path / "config.json").read_text())
-        config["fault"] |= {name: str(folder / name) for name in ("trigger", "counted", "loaded", "hurried")}
+        config["fault"] |= {
+            name: str(folder / name) for name in ("trigger", "counted", "loaded", "hurried")
+        }
         (model / "config.json").write_text(json.dumps(config))
-        return Drifted(self.host, package, model, folder / "log", args=self.model.args, environ=environ)
+        return Drifted(
+            self.host, package, model, folder / "log", args=self.model.args, environ=environ
+        )
 
 
 ASKED = {
@@ -197,7 +241,10 @@ ASKED = {
 def _answers(server: Drifted) -> dict[str, Any]:
     """What it says to each of the fixed requests."""
     requests = {"fixed": ("/v1/completions", FIXED), **OTHERS}
-    answers = {name: server.post(body | {"temperature": 0}, path) for name, (path, body) in requests.items()}
+    answers = {
+        name: server.post(body | {"temperature": 0}, path)
+        for name, (path, body) in requests.items()
+    }
     return {name: _words(*answer) for name, answer in answers.items()}
 
 
@@ -231,21 +278,30 @@ class _Course:
         if not self.row.served:
             self.row.wrong.append(f"answered {status}: {str(answer)[:200]}")
         elif _words(status, answer) != self.words:
-            self.row.wrong.append(f"other words: {_words(status, answer)}, stock's are {self.words}")
+            self.row.wrong.append(
+                f"other words: {_words(status, answer)}, stock's are {self.words}"
+            )
         self.row.said = [x for x in self.server.shim_lines() if "guards: " not in x] + self._lost()
         self.hangs()
         self.dies()
 
     def _lost(self) -> list[str]:
         start = next((x for x in self.server.shim_lines() if "guards: " in x), "")
-        return [f"{name} {kind}{why}" for name, kind, why in states(start) if kind not in ("active", "retired", "off")]
+        return [
+            f"{name} {kind}{why}"
+            for name, kind, why in states(start)
+            if kind not in ("active", "retired", "off")
+        ]
 
     def cannot(self, guard: str) -> bool:
         """Whether it was said, before the fault, that the guard is not at work."""
         if any("not active" in x for x in self.server.shim_lines()):
             return True
         lost = (f"{guard} incompatible", f"{guard} failed")
-        return any(x.startswith(lost) for x in self.row.said) or f"{guard} {self._health(guard)}" in lost
+        return (
+            any(x.startswith(lost) for x in self.row.said)
+            or f"{guard} {self._health(guard)}" in lost
+        )
 
     def _health(self, guard: str) -> str:
         answer = self.server.get("/health")[1]
@@ -254,11 +310,15 @@ class _Course:
     def hangs(self) -> None:
         silent = self.cannot("stall")
         stream = _blocked(self.server, self.trigger)
-        told = wait_until(lambda: "stalled: " in self.server.text(), 0 if silent else TOLD_WITHIN, 0.2)
+        told = wait_until(
+            lambda: "stalled: " in self.server.text(), 0 if silent else TOLD_WITHIN, 0.2
+        )
         self.row.stall = "told" if told else "said" if silent else "missed"
         if not told and not silent:
             claim = self._health("stall")
-            self.row.wrong.append(f"the stall is not told{f', and /health calls the guard {claim}' if claim else ''}")
+            self.row.wrong.append(
+                f"the stall is not told{f', and /health calls the guard {claim}' if claim else ''}"
+            )
         had = len(stream.lines)
         self.trigger.unlink()
         if not wait_until(lambda: len(stream.lines) > had + 2, 10):
@@ -271,4 +331,6 @@ class _Course:
         status = self.server.process.poll()
         self.row.death = str(status) if status is not None else "said" if cannot else "missed"
         if status != 70 and not cannot:
-            self.row.wrong.append("the death is not told" if status is None else f"ended with {status}, not 70")
+            self.row.wrong.append(
+                "the death is not told" if status is None else f"ended with {status}, not 70"
+            )

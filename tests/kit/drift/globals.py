@@ -17,7 +17,9 @@ class Globals(Rewriter, ast.NodeTransformer):
     def __init__(self, sources: Sources, module: str, found: Found, kind: str) -> None:
         super().__init__(kind, {found.top})
         self.sources, self.module, self.found = sources, module, found
-        self.name = found.top if module == found.home else ""  # its name here; none until it is imported
+        self.name = (
+            found.top if module == found.home else ""
+        )  # its name here; none until it is imported
         self.scopes: list[set[str]] = []
         self.modules = set(stock_package.aliases(sources, module, found.home))
 
@@ -50,7 +52,9 @@ class Globals(Rewriter, ast.NodeTransformer):
         return node
 
     def _imports_it(self, node: ast.ImportFrom, alias: ast.alias) -> bool:
-        home = stock_package.origin(node, self.module, stock_package.is_package(self.sources, self.module))
+        home = stock_package.origin(
+            node, self.module, stock_package.is_package(self.sources, self.module)
+        )
         found = stock_package.find(self.sources, home, alias.name)
         return found is not None and (found.home, found.top) == (self.found.home, self.found.top)
 
@@ -63,7 +67,9 @@ class Globals(Rewriter, ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.children(node)
-        if self.shape is None and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+        if self.shape is None and any(
+            isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
+        ):
             for part in ast.walk(node.value):
                 if isinstance(part, ast.Constant) and part.value == self.found.top:
                     part.value = renamed(self.found.top)
@@ -112,18 +118,30 @@ class Globals(Rewriter, ast.NodeTransformer):
     def _means_it(self, node: ast.expr) -> bool:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             return node.attr == self.found.top and node.value.id in self.modules
-        return isinstance(node, ast.Name) and node.id == self.name and not any(self.name in s for s in self.scopes)
+        return (
+            isinstance(node, ast.Name)
+            and node.id == self.name
+            and not any(self.name in s for s in self.scopes)
+        )
 
     def _local(self, function: ast.FunctionDef) -> set[str]:
         """The names that are local to a function, but for the changed one where the function imports it."""
         given = function.args
-        names = {a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg) if a}
+        names = {
+            a.arg
+            for a in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
+            if a
+        }
         for node in own(function):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
             elif isinstance(node, DEFINITION):
                 names.add(node.name)
-            elif isinstance(node, ast.ImportFrom) and self.shape is not None and self.found.node is not None:
+            elif (
+                isinstance(node, ast.ImportFrom)
+                and self.shape is not None
+                and self.found.node is not None
+            ):
                 names |= {a.asname or a.name for a in node.names if not self._imports_it(node, a)}
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 names |= {(a.asname or a.name).split(".")[0] for a in node.names}

@@ -24,10 +24,20 @@ LOOK = 0.05  # seconds between two looks for children that have ended
 
 def warm():
     """What mlx_lm imports of others: no thread is started, and MLX is left to the child, for Metal's sake."""
-    for name in ("huggingface_hub", "jinja2", "numpy", "tokenizers", "transformers.utils.chat_template_utils"):
+    for name in (
+        "huggingface_hub",
+        "jinja2",
+        "numpy",
+        "tokenizers",
+        "transformers.utils.chat_template_utils",
+    ):
         importlib.import_module(name)
     transformers = importlib.import_module("transformers")
-    _ = transformers.AutoTokenizer, transformers.PreTrainedTokenizer, transformers.PreTrainedTokenizerFast
+    _ = (
+        transformers.AutoTokenizer,
+        transformers.PreTrainedTokenizer,
+        transformers.PreTrainedTokenizerFast,
+    )
     sys.modules.pop("sitecustomize", None)  # the child imports the one that its path has
     assert not any(name.split(".")[0] in ("mlx_lm", "shim", "wrapt") for name in sys.modules)
     gc.collect()

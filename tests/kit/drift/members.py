@@ -18,7 +18,9 @@ class Members(Rewriter, ast.NodeTransformer):
 
     def __init__(self, module: str, family: stock_package.Family, member: str, kind: str) -> None:
         names = {name for _, name in family.everybody}  # all of mlx_lm imports them under these
-        super().__init__(kind, {member} | ({*names, *GIVEN_CLASSES} if member == "__init__" else set()))
+        super().__init__(
+            kind, {member} | ({*names, *GIVEN_CLASSES} if member == "__init__" else set())
+        )
         self.member, self.names = member, names
         self.ours = {name for home, name in family.everybody if home == module}
         self.roots = {name for home, name in family.roots if home == module}
@@ -80,11 +82,17 @@ class Members(Rewriter, ast.NodeTransformer):
         self.touched = True
         if self.shape is not None:
             how = helper(self.shape.reference)
-            return self.reference(node) if known else helped("bound", how, node.value, ast.Constant(self.member))
+            return (
+                self.reference(node)
+                if known
+                else helped("bound", how, node.value, ast.Constant(self.member))
+            )
         if known:
             node.attr = renamed(node.attr)
             return node
-        return ast.Attribute(helped("Slot", node.value, ast.Constant(self.member)), "value", node.ctx)
+        return ast.Attribute(
+            helped("Slot", node.value, ast.Constant(self.member)), "value", node.ctx
+        )
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         function = node.func
@@ -112,7 +120,11 @@ class Members(Rewriter, ast.NodeTransformer):
 
     def _named_in(self, node: ast.Call, function: str) -> ast.AST:
         """A call that holds the name as a string, or as a keyword: a field of a dataclass."""
-        if function in BY_NAME and isinstance(node.args[1], ast.Constant) and node.args[1].value == self.member:
+        if (
+            function in BY_NAME
+            and isinstance(node.args[1], ast.Constant)
+            and node.args[1].value == self.member
+        ):
             self.touched = True
             return ast.Call(helper("by_name"), [node.func, *node.args], node.keywords)
         for keyword in node.keywords if function in self.names else ():
@@ -121,7 +133,11 @@ class Members(Rewriter, ast.NodeTransformer):
         return node
 
     def _is_member(self, node: ast.expr) -> bool:
-        return isinstance(node, ast.Attribute) and node.attr == self.member and self._is_ours(node.value) is True
+        return (
+            isinstance(node, ast.Attribute)
+            and node.attr == self.member
+            and self._is_ours(node.value) is True
+        )
 
     def _is_ours(self, value: ast.expr) -> bool | None:
         """Whether it is of the family. None: that is to be seen at run time."""

@@ -25,7 +25,11 @@ def mutate(sources: Sources, module: str, path: str, kind: str) -> Sources | Non
         return None  # the console script and mlx_lm.cli call it by this name
     if kind == "moved":
         return None if found.member else _moved(sources, found)
-    return _change_name(sources, found, kind) if found.member is None else _change_member(sources, found, kind)
+    return (
+        _change_name(sources, found, kind)
+        if found.member is None
+        else _change_member(sources, found, kind)
+    )
 
 
 def subject(path: str, kind: str) -> str:
@@ -54,7 +58,9 @@ def _change_member(sources: Sources, found: Found, kind: str) -> Sources | None:
 
 
 def _change_name(sources: Sources, found: Found, kind: str) -> Sources | None:
-    if kind != "renamed" and (not isinstance(found.node, FUNCTION) or not _can_change(found.node, kind)):
+    if kind != "renamed" and (
+        not isinstance(found.node, FUNCTION) or not _can_change(found.node, kind)
+    ):
         return None
     changed = {}
     for module, source in sources.items():
@@ -80,7 +86,9 @@ def _can_change(node: ast.AST, kind: str) -> bool:
 def _moved(sources: Sources, found: Found) -> Sources | None:
     """The definition goes to a module of its own, with globals of its own, and is imported back from there."""
     home = ast.parse(sources[found.home])
-    place = next((n for n, s in enumerate(home.body) if getattr(s, "name", None) == found.top), None)
+    place = next(
+        (n for n, s in enumerate(home.body) if getattr(s, "name", None) == found.top), None
+    )
     if place is None:
         return None
     node = home.body[place]
@@ -92,8 +100,14 @@ def _moved(sources: Sources, found: Found) -> Sources | None:
     last = found.home.rpartition(".")[2]
     new = f"{last}_moved"
     future = [s for s in home.body if _is_future(s)]
-    imports = [s for s in home.body if isinstance(s, ast.Import | ast.ImportFrom) and not _is_future(s)]
-    package = found.home if stock_package.is_package(sources, found.home) else found.home.rpartition(".")[0]
+    imports = [
+        s for s in home.body if isinstance(s, ast.Import | ast.ImportFrom) and not _is_future(s)
+    ]
+    package = (
+        found.home
+        if stock_package.is_package(sources, found.home)
+        else found.home.rpartition(".")[0]
+    )
     itself = None if package == found.home else last  # what the new module calls the old one
     back = [ast.ImportFrom(itself, [ast.alias(name) for name in above], 1)] if above else []
     moved = ast.Module([*future, *imports, *back, node], [])
@@ -115,6 +129,10 @@ def _defined(statements: list[ast.stmt]) -> set[str]:
         if isinstance(statement, stock_package.DEFINITION):
             names.add(statement.name)
         elif not isinstance(statement, ast.Import | ast.ImportFrom):
-            stored = [p for p in ast.walk(statement) if isinstance(p, ast.Name) and isinstance(p.ctx, ast.Store)]
+            stored = [
+                p
+                for p in ast.walk(statement)
+                if isinstance(p, ast.Name) and isinstance(p.ctx, ast.Store)
+            ]
             names |= {part.id for part in stored}
     return names

@@ -58,7 +58,10 @@ class Row:
 def states(line: str) -> list[tuple[str, str, str]]:
     """(guard, state, reason) of the start-up line."""
     pattern = rf"\b({'|'.join(GUARDS)}) (\w+)( \(.*?\)(?=, (?:{'|'.join(GUARDS)}) |$))?"
-    return [(name, kind, why or "") for name, kind, why in re.findall(pattern, line.partition("guards: ")[2])]
+    return [
+        (name, kind, why or "")
+        for name, kind, why in re.findall(pattern, line.partition("guards: ")[2])
+    ]
 
 
 def faults_of_ours(log: str) -> list[str]:
@@ -85,7 +88,11 @@ def page(rows: list[Row], seconds: float) -> str:
         "lost": sum("said" in (row.death, row.stall) for row in rows),
     }
     date = time.strftime("%Y-%m-%d")
-    return _HEAD.format(date=date, minutes=seconds / 60, cases=len(rows), **counts) + table(rows) + "\n"
+    return (
+        _HEAD.format(date=date, minutes=seconds / 60, cases=len(rows), **counts)
+        + table(rows)
+        + "\n"
+    )
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -96,5 +103,7 @@ def table(rows: Iterable[Row]) -> str:
         found.setdefault((row.line, row.name), {})[row.kind] = f"**{cell}**" if row.wrong else cell
     lines = ["| line | name | " + " | ".join(KINDS) + " |", "|---" * (len(KINDS) + 2) + "|"]
     for (line, name), cells in sorted(found.items()):
-        lines.append(f"| {line} | `{name}` | " + " | ".join(cells.get(kind, "") for kind in KINDS) + " |")
+        lines.append(
+            f"| {line} | `{name}` | " + " | ".join(cells.get(kind, "") for kind in KINDS) + " |"
+        )
     return "\n".join(lines)

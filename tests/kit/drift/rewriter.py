@@ -23,7 +23,9 @@ class Rewriter(ast.NodeTransformer):
     def rewritten(self, source: str) -> str | None:
         """The source of the module as it is now, or None where nothing is other than before."""
         tree, lines = stock_package.parse(source), source.splitlines()
-        first = next(n for n, statement in enumerate(tree.body) if not _has_to_be_first(n, statement))
+        first = next(
+            n for n, statement in enumerate(tree.body) if not _has_to_be_first(n, statement)
+        )
         result: list[str] = []
         done = 0
         for n, statement in enumerate(tree.body):
@@ -41,7 +43,9 @@ class Rewriter(ast.NodeTransformer):
 
     def _of_statement(self, lines: list[str]) -> list[str]:
         text = "\n".join(lines)
-        return ast.unparse(self.visit(ast.parse(text))).splitlines() if self._concerns(text) else lines
+        return (
+            ast.unparse(self.visit(ast.parse(text))).splitlines() if self._concerns(text) else lines
+        )
 
     def _of_class(self, node: ast.ClassDef, lines: list[str], offset: int) -> list[str]:
         """The lines of a class at the top of the module, from the line `offset` on."""
@@ -79,9 +83,13 @@ class Rewriter(ast.NodeTransformer):
 def _has_to_be_first(n: int, statement: ast.stmt) -> bool:
     """Whether it is the docstring of a module, or an import from the future."""
     future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
-    return future or (n == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+    return future or (
+        n == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
 
 
 def _begin(statement: ast.stmt) -> int:
     """The index of its first line, that of a decorator where it has one."""
-    return min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", ()))]) - 1
+    return (
+        min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", ()))]) - 1
+    )

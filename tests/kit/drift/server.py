@@ -78,7 +78,9 @@ class Host:
         self._process.wait(30)
         self._log.close()
 
-    def fork(self, path: list[Path], environ: dict[str, str], args: tuple[str, ...], log: Path) -> Child:
+    def fork(
+        self, path: list[Path], environ: dict[str, str], args: tuple[str, ...], log: Path
+    ) -> Child:
         number = next(self._numbers)
         with self._lock:
             answer = self._answers[f"id {number}"] = queue.Queue()
@@ -153,7 +155,9 @@ class Drifted(Server):
         assert wait_until(self._answers, READY), f"never answered; its log:\n{self.text()[-3000:]}"
         return self
 
-    def post(self, body: Any, path: str = "/v1/completions", timeout: float = READY) -> tuple[int, Any]:
+    def post(
+        self, body: Any, path: str = "/v1/completions", timeout: float = READY
+    ) -> tuple[int, Any]:
         return super().post(body, path, timeout)
 
     def __exit__(self, *_: object) -> None:

@@ -32,7 +32,9 @@ def yields(function: ast.AST) -> bool:
 
 
 def is_thread(node: ast.Call) -> bool:
-    return (node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")) == "Thread"
+    return (
+        node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+    ) == "Thread"
 
 
 class ExtraArgument:
@@ -55,7 +57,9 @@ class ExtraArgument:
         if given is None:
             node.keywords.append(ast.keyword("args", ast.Tuple([helper("EXTRA")], ast.Load())))
         else:
-            given.value = ast.BinOp(ast.Tuple([helper("EXTRA")], ast.Load()), ast.Add(), given.value)
+            given.value = ast.BinOp(
+                ast.Tuple([helper("EXTRA")], ast.Load()), ast.Add(), given.value
+            )
 
 
 class OtherResult:

@@ -50,7 +50,9 @@ def _needs(source: str, module: str, package: bool) -> Iterator[str]:
             home = origin(node, module, package)
             if home.split(".")[0] == "mlx_lm":
                 yield home
-                yield from (f"{home}.{alias.name}" for alias in node.names)  # one may be a module itself
+                yield from (
+                    f"{home}.{alias.name}" for alias in node.names
+                )  # one may be a module itself
 
 
 def origin(node: ast.ImportFrom, module: str, package: bool = False) -> str:
@@ -79,7 +81,9 @@ class Found:
     home: str  # the module that defines it
     top: str  # its name there, or that of its class
     member: str | None
-    node: ast.stmt | None  # the definition of `top`; None where the name comes from outside of mlx_lm
+    node: (
+        ast.stmt | None
+    )  # the definition of `top`; None where the name comes from outside of mlx_lm
 
 
 def find(sources: Sources, module: str, path: str) -> Found | None:
@@ -89,7 +93,9 @@ def find(sources: Sources, module: str, path: str) -> Found | None:
         if isinstance(node, DEFINITION) and node.name == top:
             deeper = rest and not (isinstance(node, ast.ClassDef) and "." not in rest)
             return None if deeper else Found(module, top, rest or None, node)
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == top for t in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == top for t in node.targets
+        ):
             return None if rest else Found(module, top, None, node)
         if isinstance(node, ast.ImportFrom | ast.Import):
             for alias in node.names:
@@ -102,7 +108,11 @@ def _imported(
     sources: Sources, module: str, node: ast.Import | ast.ImportFrom, alias: ast.alias, rest: str
 ) -> Found | None:
     """What is meant by an imported name, or by a member of it."""
-    home = origin(node, module, is_package(sources, module)) if isinstance(node, ast.ImportFrom) else ""
+    home = (
+        origin(node, module, is_package(sources, module))
+        if isinstance(node, ast.ImportFrom)
+        else ""
+    )
     if home in sources and home != module:
         return find(sources, home, f"{alias.name}.{rest}" if rest else alias.name)
     return Found(module, alias.asname or alias.name, None, None)
@@ -117,7 +127,9 @@ def _classes(source: str) -> dict[str, ast.ClassDef]:
 class Family:
     """A class that has a member, and all that inherit it or have it in common."""
 
-    roots: set[tuple[str, str]]  # (module, class): those that define it, and inherit it from none of mlx_lm
+    roots: set[
+        tuple[str, str]
+    ]  # (module, class): those that define it, and inherit it from none of mlx_lm
     everybody: set[tuple[str, str]]
     definitions: list[ast.AST]
 
@@ -126,8 +138,15 @@ def family(sources: Sources, home: str, top: str, member: str) -> Family:
     """Of the class `top`; without roots where no class of mlx_lm defines the member."""
     above = _ancestors(sources, home, top)
     definers = {(m, c) for m, c in above if member in members(_classes(sources[m])[c])}
-    roots = {(m, c) for m, c in definers if not (set(_ancestors(sources, m, c)) - {(m, c)}) & definers}
-    everybody = {(m, c) for m in sources for c in _classes(sources[m]) if set(_ancestors(sources, m, c)) & roots}
+    roots = {
+        (m, c) for m, c in definers if not (set(_ancestors(sources, m, c)) - {(m, c)}) & definers
+    }
+    everybody = {
+        (m, c)
+        for m in sources
+        for c in _classes(sources[m])
+        if set(_ancestors(sources, m, c)) & roots
+    }
     found = [members(_classes(sources[m])[c]).get(member) for m, c in sorted(everybody)]
     return Family(roots, everybody, [node for node in found if node is not None])
 
@@ -149,8 +168,12 @@ def _ancestors(sources: Sources, module: str, name: str) -> list[tuple[str, str]
 @functools.cache
 def members(node: ast.ClassDef) -> dict[str, ast.AST]:
     """What a class defines: methods, fields, classes within, and what its methods set on self."""
-    stored = [p for p in ast.walk(node) if isinstance(p, ast.Attribute) and isinstance(p.ctx, ast.Store)]
-    found: dict[str, ast.AST] = {p.attr: p for p in stored if isinstance(p.value, ast.Name) and p.value.id == "self"}
+    stored = [
+        p for p in ast.walk(node) if isinstance(p, ast.Attribute) and isinstance(p.ctx, ast.Store)
+    ]
+    found: dict[str, ast.AST] = {
+        p.attr: p for p in stored if isinstance(p.value, ast.Name) and p.value.id == "self"
+    }
     for part in node.body:
         if isinstance(part, DEFINITION):
             found[part.name] = part
@@ -162,6 +185,10 @@ def members(node: ast.ClassDef) -> dict[str, ast.AST]:
 def dictated(sources: Sources, home: str, top: str, member: str) -> bool:
     """Whether http.server calls the member by this name, in this way."""
     bases = [b for m, c in _ancestors(sources, home, top) for b in _classes(sources[m])[c].bases]
-    handles = any(isinstance(b, ast.Name) and b.id == BaseHTTPRequestHandler.__name__ for b in bases)
-    ours = member.startswith("do_") or (hasattr(BaseHTTPRequestHandler, member) and member != "__init__")
+    handles = any(
+        isinstance(b, ast.Name) and b.id == BaseHTTPRequestHandler.__name__ for b in bases
+    )
+    ours = member.startswith("do_") or (
+        hasattr(BaseHTTPRequestHandler, member) and member != "__init__"
+    )
     return handles and ours

@@ -44,15 +44,24 @@ def big_kv_model(
     by `vocabulary_bytes(vocabulary)`, and costs next to no time.
     """
     shape = {"num_hidden_layers": layers, "num_attention_heads": 1, "num_key_value_heads": KV_HEADS}
-    tiny_model.make(path, **shape, head_dim=head_dim, intermediate_size=feed_forward, vocab_size=vocabulary)
+    tiny_model.make(
+        path, **shape, head_dim=head_dim, intermediate_size=feed_forward, vocab_size=vocabulary
+    )
     mx.random.seed(0)
     shapes = {"model.embed_tokens.weight": (vocabulary, HIDDEN), "model.norm.weight": (HIDDEN,)}
     for layer in range(layers):
         at = f"model.layers.{layer}"
-        shapes |= {f"{at}.{name}.weight": (HIDDEN,) for name in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"{at}.self_attn.{name}_proj.weight": (KV_HEADS * head_dim, HIDDEN) for name in "qkv"}
+        shapes |= {
+            f"{at}.{name}.weight": (HIDDEN,)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
+        shapes |= {
+            f"{at}.self_attn.{name}_proj.weight": (KV_HEADS * head_dim, HIDDEN) for name in "qkv"
+        }
         shapes[f"{at}.self_attn.o_proj.weight"] = (HIDDEN, head_dim)
-        shapes |= {f"{at}.mlp.{name}_proj.weight": (feed_forward, HIDDEN) for name in ("gate", "up")}
+        shapes |= {
+            f"{at}.mlp.{name}_proj.weight": (feed_forward, HIDDEN) for name in ("gate", "up")
+        }
         shapes[f"{at}.mlp.down_proj.weight"] = (HIDDEN, feed_forward)
     weights = {
         name: mx.ones(shape) if len(shape) == 1 else mx.random.normal(shape) * shape[-1] ** -0.5

@@ -76,7 +76,11 @@ class Model(llama.Model):
         if fault.get("count"):
             with Path(fault["counted"]).open("a") as counted:
                 counted.write(".")
-        delay = fault.get("delay", 0) if inputs.shape[1] == 1 else fault.get("prefill_delay", fault.get("delay", 0))
+        delay = (
+            fault.get("delay", 0)
+            if inputs.shape[1] == 1
+            else fault.get("prefill_delay", fault.get("delay", 0))
+        )
         if delay and not self._hurried:
             time.sleep(delay)
         logits = super().__call__(inputs, *args, **kwargs)

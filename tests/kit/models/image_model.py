@@ -44,7 +44,10 @@ class Model(llama.Model):
         # By now transformers has looked for Pillow: it would want all of it.
         sys.modules["PIL"] = types.SimpleNamespace(
             Image=types.SimpleNamespace(
-                open=read, fromarray=Picture, Resampling=types.SimpleNamespace(LANCZOS=1), __name__="PIL.Image"
+                open=read,
+                fromarray=Picture,
+                Resampling=types.SimpleNamespace(LANCZOS=1),
+                __name__="PIL.Image",
             )
         )
         return [cache.KVCache() for _ in self.layers]

@@ -31,8 +31,12 @@ def misbehave(where, tokens):
             raise getattr(builtins, fault["kind"])(f"{where} failed")
 
 
-def convert_ids_to_tokens(self, ids, *args, stock=PreTrainedTokenizerFast.convert_ids_to_tokens, **kwargs):
-    if not isinstance(ids, int):  # for top_logprobs: a tokenizer in Python may raise for an id that it does not know
+def convert_ids_to_tokens(
+    self, ids, *args, stock=PreTrainedTokenizerFast.convert_ids_to_tokens, **kwargs
+):
+    if not isinstance(
+        ids, int
+    ):  # for top_logprobs: a tokenizer in Python may raise for an id that it does not know
         misbehave("convert", float("inf"))
     return stock(self, ids, *args, **kwargs)
 
@@ -73,4 +77,6 @@ class Model(llama.Model):
     def __call__(self, inputs, *args, **kwargs):
         time.sleep(0.005)  # long enough for requests to meet
         logits = super().__call__(inputs, *args, **kwargs)
-        return mx.where(mx.arange(logits.shape[-1]) >= ASCII, -20, logits)  # above that, what a logit_bias asks for
+        return mx.where(
+            mx.arange(logits.shape[-1]) >= ASCII, -20, logits
+        )  # above that, what a logit_bias asks for

@@ -93,16 +93,23 @@ def ask_doctor(python: str) -> dict[str, tuple[str, str]]:
 
 def page(rows: list[Row], absent: list[str], version: str, system: str, seconds: float) -> str:
     """`absent`: what was not run, and why."""
-    intro = _INTRO.format(date=time.strftime("%Y-%m-%d"), version=version, minutes=max(1, seconds / 60), system=system)
+    intro = _INTRO.format(
+        date=time.strftime("%Y-%m-%d"), version=version, minutes=max(1, seconds / 60), system=system
+    )
     missing = ["", *(f"* not run: {text}" for text in absent)] if absent else []
-    return "\n".join([intro, *_seen(rows), *missing, _GUARDS, *_states(rows), _LOST, *_lost(rows)]) + "\n"
+    return (
+        "\n".join([intro, *_seen(rows), *missing, _GUARDS, *_states(rows), _LOST, *_lost(rows)])
+        + "\n"
+    )
 
 
 def _seen(rows: list[Row]) -> list[str]:
     lines = _head("mlx-lm", "mlx", "Python", "", *COLUMNS)
     for row in rows:
         lines.append(_line(row.pair.release, row.mlx, row.pair.python, "", *row.cells()))
-        lines += [_line("", "", "", side, *row.words(getattr(row, side))) for side in ("stock", "shim")]
+        lines += [
+            _line("", "", "", side, *row.words(getattr(row, side))) for side in ("stock", "shim")
+        ]
     return lines
 
 
@@ -120,7 +127,9 @@ def _lost(rows: list[Row]) -> list[str]:
         lines += [f"### mlx-lm {row.pair.release}, Python {row.pair.python}", ""]
         lost = {n: s for n, s in row.states.items() if s[0] not in ("active", "retired", "off")}
         spared = {n: s for n, s in row.states.items() if s[0] == "retired"}
-        lines += [f"* `{name}` is {kind}: {reason}" for name, (kind, reason) in lost.items()] or ["* nothing is lost"]
+        lines += [f"* `{name}` is {kind}: {reason}" for name, (kind, reason) in lost.items()] or [
+            "* nothing is lost"
+        ]
         lines += [f"* `{name}` is not needed: {reason}" for name, (_, reason) in spared.items()]
         lines.append("")
     return lines[:-1]

@@ -30,7 +30,10 @@ Without the first {heart} there is no promise. They are the heart: {names}.
 def page() -> str:
     """The page as it should be."""
     heart = ", ".join(f"[`{name}`](#{name})" for name in HEART)
-    sections = [_section(name) for name in sorted(GUARDS, key=lambda name: (name not in HEART, GUARDS.index(name)))]
+    sections = [
+        _section(name)
+        for name in sorted(GUARDS, key=lambda name: (name not in HEART, GUARDS.index(name)))
+    ]
     return _HEAD.format(heart=len(HEART), names=heart) + "\n".join(sections)
 
 
@@ -45,7 +48,11 @@ def _section(name: str) -> str:
     ]
     asked_by = [f"`{settings.variable(setting)}`" for setting in settings_of(name)]
     if asked_by:
-        refuses = " A server that cannot have what it asks for does not start (78)." if is_required(name) else ""
+        refuses = (
+            " A server that cannot have what it asks for does not start (78)."
+            if is_required(name)
+            else ""
+        )
         lines.append(f"* Asked for by: {', '.join(asked_by)}.{refuses}")
     lines += [f"* Where it cannot see {_facts(key)}: {cost}." for key, cost in _costs(guard)]
     return "\n".join([*lines, ""])
@@ -64,7 +71,10 @@ def _linked(upstream: str) -> str:
 
     def link(found: re.Match[str]) -> str:
         repository = ISSUES[found[1]]
-        numbers = [f"[{n}](https://github.com/{repository}/issues/{n})" for n in re.findall(r"\d+", found[2])]
+        numbers = [
+            f"[{n}](https://github.com/{repository}/issues/{n})"
+            for n in re.findall(r"\d+", found[2])
+        ]
         return f"{found[1]} {', '.join(numbers)}"
 
     return re.sub(r"\b(mlx-lm|mlx) (\d+(?:, \d+)*)", link, upstream)

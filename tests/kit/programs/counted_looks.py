@@ -15,7 +15,14 @@ def looked(mx):
 
 
 def audited(event, _):
-    if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"):
+    if event in (
+        "subprocess.Popen",
+        "os.fork",
+        "os.forkpty",
+        "os.posix_spawn",
+        "os.exec",
+        "os.system",
+    ):
         sys.stderr.write(f"START {event}\n")
 
 

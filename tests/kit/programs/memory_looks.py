@@ -22,7 +22,15 @@ from shim.guards.exhausted_memory import _Guard
 
 GIB = 2**30
 LOOKS = 300
-STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system", "pty.spawn"}
+STARTS = {
+    "subprocess.Popen",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.exec",
+    "os.system",
+    "pty.spawn",
+}
 
 started = []
 sys.addaudithook(lambda event, _: started.append(event) if event in STARTS else None)
