@@ -9,7 +9,7 @@ from typing import Any
 
 from . import __version__, guards
 from .core import catalogue, main_module, patch, report, settings
-from .core.verdicts import Incompatible, Refused, Retired, Unasked
+from .core.verdicts import Incompatible, NotConfigured, Refused, Retired
 from .engine import facts, fatal, observe
 
 _bad_values: list[str] = []
@@ -89,7 +89,7 @@ def _judge() -> None:
 
 
 _KINDS: dict[type[Exception], report.Kind] = {
-    Unasked: "off",
+    NotConfigured: "off",
     Retired: "retired",
     Incompatible: "incompatible",
     Refused: "failed",
@@ -137,14 +137,14 @@ def _server_starts() -> None:
     unkept = _unkept()
     if unkept:
         fatal.prepare()
-        fatal.end(fatal.EX_CONFIG, "; ".join(unkept))
+        fatal.die(fatal.EX_CONFIG, "; ".join(unkept))
     if settings.current.strict:
         refused = ("incompatible", "failed", "degraded")[: settings.current.strict + 1]
         broken = [name for name, state in report.states.items() if state.kind in refused]
         reasons = [*broken, *_blind, *_bad_values]
         if reasons:
             fatal.prepare()
-            fatal.end(fatal.EX_CONFIG, "MLX_SHIM_STRICT refuses to start: " + "; ".join(reasons))
+            fatal.die(fatal.EX_CONFIG, "MLX_SHIM_STRICT refuses to start: " + "; ".join(reasons))
 
 
 def _announce() -> None:

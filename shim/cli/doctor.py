@@ -50,13 +50,13 @@ def main(model: str | None = None) -> int:
     if release != _ABSENT:
         print(releases.verdict(release))
     total = memory.total()
-    print(f"memory of this machine: {memory.shown(total) if total else 'not known'}")
+    print(f"memory of this machine: {memory.format_bytes(total) if total else 'not known'}")
     if model is not None:
         try:
             memory_budget.show(model, total)
         except local_model.NotHere as error:
             print(
-                f"mlx-lm-shim: --model {model_names.shown(model)}: {error}; {local_model.ACCEPTED}",
+                f"mlx-lm-shim: --model {model_names.quote_name(model)}: {error}; {local_model.ACCEPTED}",
                 file=sys.stderr,
             )
             return 2

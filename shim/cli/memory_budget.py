@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ..core import settings
-from ..core.memory import shown
+from ..core.memory import format_bytes
 from ..core.settings import Settings
 from ..core.values import AUTO_SHARE
 from ..models.kv_cost import ANY_LENGTH, Cost
@@ -24,7 +24,7 @@ def show(name: str, total: int | None) -> None:
     in_force, bad, _ = settings.load()
     print(f"\nmemory budget for {name!r}")
     share = f", {size / total:.0%} of the memory" if total else ""
-    _row("weights", f"{shown(size)}{share}, in {folder}")
+    _row("weights", f"{format_bytes(size)}{share}, in {folder}")
     advised = budget.recommended(total, size) if total else None
     if total:
         _show_wired(total, size, valid=not any(text.startswith(f"{WIRED}=") for text in bad))
@@ -56,7 +56,8 @@ def _show_wired(total: int, size: int, *, valid: bool) -> None:
 
 def _show_limits(in_force: Settings, advised: Budget | None) -> None:
     soft, hard = (
-        shown(size) if size else "none" for size in (in_force.memory_soft, in_force.memory_hard)
+        format_bytes(size) if size else "none"
+        for size in (in_force.memory_soft, in_force.memory_hard)
     )
     _row("limits", f"soft {soft}, hard {hard} in force")
     if advised is None:
@@ -69,7 +70,7 @@ def _show_limits(in_force: Settings, advised: Budget | None) -> None:
 
 
 def _show_contexts(cost: Cost, room: int, longest: int | None) -> None:
-    _row("room below hard", shown(room) if room > 0 else "none: the model alone takes more")
+    _row("room below hard", format_bytes(room) if room > 0 else "none: the model alone takes more")
     for tokens in budget.lengths(longest):
         number = budget.how_many(cost, room, tokens)
         fits = "any number" if number is None else number
@@ -104,7 +105,7 @@ def _exceptions(cost: Cost) -> str:
 
 
 def _bytes(size: float) -> str:
-    return shown(size) if size >= _SMALL else f"{size / 1024:.1f} KiB"
+    return format_bytes(size) if size >= _SMALL else f"{size / 1024:.1f} KiB"
 
 
 def _row(what: str, told: str) -> None:

@@ -153,6 +153,6 @@ def _footprint_on_macos() -> int:
     return int(usage.phys_footprint)
 
 
-def shown(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes as people say them."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
@@ -74,13 +76,25 @@ def once(text: str) -> None:
         line(text)
 
 
+@contextlib.contextmanager
+def contained(what: str, tell: Callable[[str], None] = once) -> Iterator[None]:
+    """Report an exception in the block as "`what`: exception", and go on after the block.
+
+    For a step of the shim in a thread of stock: an exception there would end that thread.
+    """
+    try:
+        yield
+    except Exception as error:
+        tell(f"{what}: {error!r}")
+
+
 def debug(text: str) -> None:
     """As `line`, with MLX_SHIM_DEBUG=1 only."""
     if _debug:
         line(text)
 
 
-def line_at_once(text: str) -> None:
+def line_nowait(text: str) -> None:
     """As `line`, but give up rather than wait for a reader: for a process that is about to end."""
     fd = stderr_fd()
     if fd is not None and select.select([], [fd], [], 0)[1]:

@@ -9,7 +9,7 @@ from typing import Any
 touched: set[tuple[str, str]] = set()
 
 
-class Unasked(Exception):
+class NotConfigured(Exception):
     """Raised by a probe: nothing asks for what the guard does, and what would."""
 
 

@@ -105,7 +105,7 @@ def _run() -> NoReturn:
     try:
         _carry_out(order)
     except Exception as error:  # asked to end, it ends
-        fatal.stop(order.status, f"{order.why}; not in order: {error!r}")
+        fatal.exit_orderly(order.status, f"{order.why}; not in order: {error!r}")
 
 
 def _carry_out(order: Order) -> NoReturn:
@@ -115,15 +115,15 @@ def _carry_out(order: Order) -> NoReturn:
         try:
             note()
         except Exception as error:
-            report.line_at_once(f"{note.__module__} failed: {error!r}")
+            report.line_nowait(f"{note.__module__} failed: {error!r}")
     if engine.in_flight:
-        report.line_at_once(
+        report.line_nowait(
             f"{order.why}: {engine.in_flight} in flight may finish within {settings.current.drain:g} s, "
             "nothing new is taken in; a second signal ends it at once"
         )
     order, hurried = _wait(order)
     if engine.rank and not hurried and not engine.stopping:
-        fatal.stop(
+        fatal.exit_orderly(
             fatal.EX_SOFTWARE, f"{order.why}, and rank 0 goes on, or has gone without a word"
         )
     cut = engine.in_flight
@@ -133,7 +133,7 @@ def _carry_out(order: Order) -> NoReturn:
     if not hurried:
         _stop_generation()
     finished = engine.counters["finished"] - finished
-    fatal.stop(
+    fatal.exit_orderly(
         order.status, f"{order.why}; in flight: {finished} finished, {cut} cut short", order.facts
     )
 

@@ -37,7 +37,7 @@ _verdict = ""
 _said = False
 
 
-def end(
+def die(
     status: int,
     reason: str,
     show: Callable[[], None] | None = None,
@@ -69,7 +69,7 @@ def end(
         os._exit(status)
 
 
-def stop(status: int, reason: str, facts: dict[str, Any] | None = None) -> NoReturn:
+def exit_orderly(status: int, reason: str, facts: dict[str, Any] | None = None) -> NoReturn:
     """End the process, of which nobody expects anything any more, as it was asked to: no fault, and no teardown either.
 
     `facts`, where there are any, become a report in MLX_SHIM_REPORT_DIR.
@@ -96,7 +96,7 @@ def gathered(reason: str, error: BaseException | None = None) -> dict[str, Any] 
     try:
         return crash_report.facts(reason, error)
     except Exception as failed:
-        report.line_at_once(f"could not gather the facts for a report: {failed!r}")
+        report.line_nowait(f"could not gather the facts for a report: {failed!r}")
         return None
 
 
@@ -133,7 +133,7 @@ def _enforce() -> NoReturn:
     threading.Event().wait(max(REPORT_LIMIT, settings.current.exit_grace))
     try:
         if not _said:
-            report.line_at_once(_verdict)
+            report.line_nowait(_verdict)
     finally:
         os._exit(_status)
 

@@ -52,7 +52,7 @@ def _watch_starts(server: Any, on_start: Callable[[], None]) -> None:
         begin()
         before = set(threading.enumerate())
         engine.generator = instance
-        engine.ending = None  # a program that stopped one server may start another
+        engine.final_error = None  # a program that stopped one server may start another
         result = wrapped(*args, **kwargs)
         _adopt(instance, before)
         return result
@@ -163,7 +163,7 @@ def _load_default(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     engine.booting = False
     if not facts.has("turns"):
-        engine.comes_up()
+        engine.note_up()
     return result
 
 
@@ -191,12 +191,12 @@ def _watch_single(server: Any) -> None:
 
 def _serve_single(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     facts.saw("single")
-    engine.single = True
+    engine.serving_alone = True
     try:
         return wrapped(*args, **kwargs)
     finally:
-        engine.single = False
-        engine.leaving.clear()  # there is no batch beside it
+        engine.serving_alone = False
+        engine.abandoned.clear()  # there is no batch beside it
 
 
 def _watch_turns(server: Any) -> None:

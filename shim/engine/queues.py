@@ -162,7 +162,7 @@ class ResponseQueue(queue.Queue[Any]):
     def _note_progress(self, processed: int, total: int) -> None:
         """Progress counts while it advances the request's own prompt; once that is complete, only tokens count."""
         entry = self._entry
-        if entry.stopped and self._engine.single and not self._engine.distributed:
+        if entry.stopped and self._engine.serving_alone and not self._engine.distributed:
             raise Stopped  # prefill alone in the loop looks at nothing else (upstream 362)
         if processed > entry.processed and entry.phase == PREFILL:
             entry.processed, entry.total, entry.progressed = processed, total, True
@@ -176,7 +176,7 @@ class ResponseQueue(queue.Queue[Any]):
         entry.phase = PREFILL
         engine.inserting = entry
         engine.generating = threading.current_thread()
-        engine.comes_up()
+        engine.note_up()
         self._delivered()
         if entry.stopped:  # its handler left between the queue and here
             engine.stop(entry)

@@ -52,8 +52,10 @@ class Engine:
         )
         self.draining = False  # nothing new is taken in: the process ends when those in flight are done, or their time is
         self.loading = 0  # > 0 while a model is being loaded, at boot or for a request
-        self.hold: Hold | None = None  # why that waits, and until when
-        self.single = False  # the generation thread serves one request alone, in the loop itself
+        self.start_wait: Hold | None = None  # why that waits, and until when
+        self.serving_alone = (
+            False  # the generation thread serves one request alone, in the loop itself
+        )
         self.tokenizing = False  # the generation thread turns somebody's text into tokens
         self.inserting: Entry | None = None  # whose sequence goes into the batch next
         self.batch: Callable[[], Any] = lambda: (
@@ -65,21 +67,21 @@ class Engine:
         self.running = 0  # calls of the server's `run` under way
         self.runner: threading.Thread = threading.main_thread()  # who called it last
         self.run_error: BaseException | None = None  # what ended it
-        self.ending: ShimError | None = (
+        self.final_error: ShimError | None = (
             None  # what waiting clients are told, once the process is about to end
         )
         self.stalled: str | None = None  # the verdict, while MLX_SHIM_ON_STALL=dump lets a stall be
         # While memory is short: what new requests are told, each by an error of its own.
-        self.pressed: ShimError | None = None
+        self.memory_error: ShimError | None = None
         self.memory: Usage | None = (
             None  # as the watchdog last saw it; only where a guard has it look
         )
-        self.left_out: set[str] = (
+        self.ignored_limits: set[str] = (
             set()
         )  # settings of limits that are hardly above what the model takes
         self.steps = 0  # of the batch, completed: each owes a token to every request in decode
         self.turns = 0  # of the generation loop, where it asks for the next request
-        self.spent = 0  # tokens, of prompts computed and made, for requests that are closed
+        self.closed_tokens = 0  # tokens, of prompts computed and made, for requests that are closed
         # Seconds of the engine's own clock: the watchdog advances it, and lets it rest while a model loads, while the
         # server stops, and while the process itself did not run (suspended, or asleep with the machine).
         self.clock = 0.0
@@ -89,7 +91,7 @@ class Engine:
         self.counters = {"requests": 0, "finished": 0, "failed": 0, "abandoned": 0, "timed_out": 0}
         self.entries: dict[int, Entry] = {}
         # Those whose handler is done while the generation thread is not: computed for nobody, until it lets go of them.
-        self.leaving: dict[int, Entry] = {}
+        self.abandoned: dict[int, Entry] = {}
         self.serving: dict[int, float] = {}
         self.served = 0  # requests answered with 200
         # By thread, the answers under way; None where deliveries tell more than bytes.
@@ -116,12 +118,12 @@ class Engine:
 
     def turn(self, *, idle: bool) -> None:
         """The generation loop asks for the next request; `idle`: it waits for one, as it has nothing else to do."""
-        self.comes_up()
+        self.note_up()
         self.turns += 1
         if idle:
-            self.leaving.clear()
+            self.abandoned.clear()
 
-    def comes_up(self) -> None:
+    def note_up(self) -> None:
         """What was to be loaded at boot is loaded."""
         if not self.up:
             self.up_since = time.monotonic()
@@ -146,11 +148,11 @@ class Engine:
         """What the server is now, in one word: the first that is true. Takes no lock."""
         if self.closing:
             return "draining"
-        if self.ending is not None or self.generation_is_over:
+        if self.final_error is not None or self.generation_is_over:
             return "dead"
         if self.stalled is not None:
             return "stalled"
-        if self.hold is not None:
+        if self.start_wait is not None:
             return "breaker"
         return "loading" if self.booting or self.loading else "ok"
 
@@ -227,15 +229,15 @@ class Engine:
         """The handler is done with it: whatever is still generated for it is for nobody."""
         if self.entries.pop(entry.id, None) is None:
             return
-        self.spent += entry.processed + entry.tokens
+        self.closed_tokens += entry.processed + entry.tokens
         if entry.phase != FINISHED:
-            self.leaving[entry.id] = entry
+            self.abandoned[entry.id] = entry
         self.stop(entry)
         self.counters[entry.outcome or "abandoned"] += 1
 
     def let_go(self, entry: Entry) -> None:
         """The generation thread has nothing more to do with it."""
-        self.leaving.pop(entry.id, None)
+        self.abandoned.pop(entry.id, None)
         if entry.handler is None:  # a program called `generate` itself: nobody else will close it
             entry.phase = FINISHED
             self.close(entry)
@@ -268,11 +270,11 @@ class Engine:
 
     def known(self) -> list[Entry]:
         """Every request that the engine may be computing for, whether or not its handler still waits."""
-        return [*list(self.entries.values()), *list(self.leaving.values())]
+        return [*list(self.entries.values()), *list(self.abandoned.values())]
 
     def fail_waiting(self, error: ShimError) -> None:
         """Wake every waiting handler with `error`."""
-        self.ending = error
+        self.final_error = error
         for entry in list(self.entries.values()):
             if entry.queue is not None:
                 entry.queue.fail(error)

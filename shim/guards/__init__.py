@@ -4,7 +4,7 @@ A guard's module has a docstring that says what goes wrong and how it is answere
 
     UPSTREAM    where the defect is known, such as "mlx-lm 1505"
     MODULE      the module of mlx_lm whose import brings the guard in
-    probe(m)    raises Unasked where nothing asks for the guard, Retired where this version does not have the defect,
+    probe(m)    raises NotConfigured where nothing asks for the guard, Retired where this version does not have the defect,
                 Incompatible where it cannot be guarded; it may return what the guard cannot do here, in words
     apply(m)    wraps names of that module
     LIVES_BY    where there are any: the facts (shim/engine/facts.py) by which it lives, and what it cannot tell without each;

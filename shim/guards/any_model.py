@@ -54,7 +54,7 @@ def _check(param: str, name: Any, *always: str | None) -> None:
     if stands_for not in [
         model_names.identity(known, hub=hub) for known in allowed if known != model_names.DEFAULT
     ]:
-        told = f"{param} {model_names.shown(name)} is not among the models of this server"
+        told = f"{param} {model_names.quote_name(name)} is not among the models of this server"
         raise ShimError(404, "model_not_found", told, param=param)
 
 

@@ -139,11 +139,11 @@ def _restore(provider: Any, former: model_names.Key, error: BaseException) -> No
     except Exception as again:
         _release(again)
         report.line(
-            f"the model {model_names.shown(former[0])} could not be loaded again, no model is loaded: {again!r}"
+            f"the model {model_names.quote_name(former[0])} could not be loaded again, no model is loaded: {again!r}"
         )
     else:
         report.line(
-            f"the model {model_names.shown(former[0])} is loaded again: what a request named could not be"
+            f"the model {model_names.quote_name(former[0])} is loaded again: what a request named could not be"
         )
 
 

@@ -62,8 +62,8 @@ def _refuse() -> None:
 
 
 def _refuse_if_over() -> None:
-    if engine.ending is not None:
-        raise engine.ending
+    if engine.final_error is not None:
+        raise engine.final_error
     if engine.generation_is_over:
         raise errors.shutting_down() if engine.stopping else errors.engine_dead()
 

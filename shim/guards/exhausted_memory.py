@@ -15,7 +15,7 @@ from typing import Any
 
 from ..core import memory, patch, report, settings
 from ..core.errors import ShimError, memory_pressure
-from ..core.memory import Usage, shown
+from ..core.memory import Usage, format_bytes
 from ..core.verdicts import require
 from ..engine import drain, facts, fatal, watchdog
 from ..engine.entries import FINISHED, QUEUED, Entry
@@ -54,7 +54,7 @@ def apply(server: Any) -> None:
     soft, hard = settings.current.memory_soft, settings.current.memory_hard
     if soft and hard and soft > hard:
         report.line(
-            f"MLX_SHIM_MEMORY_SOFT, {shown(soft)}, is above MLX_SHIM_MEMORY_HARD, {shown(hard)}, and is held to that"
+            f"MLX_SHIM_MEMORY_SOFT, {format_bytes(soft)}, is above MLX_SHIM_MEMORY_HARD, {format_bytes(hard)}, and is held to that"
         )
     guard = _Guard(server.mx, min(soft or hard, hard or soft), hard)
     drain.install(server)
@@ -65,7 +65,7 @@ def apply(server: Any) -> None:
 
 
 def _handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    if engine.pressed is not None:
+    if engine.memory_error is not None:
         # One of its own: an error that is raised again and again holds each time's frames, and the requests in them.
         raise memory_pressure()
     return wrapped(*args, **kwargs)
@@ -101,7 +101,9 @@ class _Guard:
         except OSError as error:  # as without a file descriptor left: the next look may tell
             report.once(f"memory: what is in use cannot be read: {error!r}")
         except Exception:
-            engine.pressed = None  # the watchdog looks no more, and nobody else would take it back
+            engine.memory_error = (
+                None  # the watchdog looks no more, and nobody else would take it back
+            )
             raise
 
     def _look(self, now: float) -> None:
@@ -139,37 +141,38 @@ class _Guard:
             limit = getattr(self, name)
             if limit and usage.counted * MARGIN >= limit:
                 setattr(self, name, 0)
-                engine.left_out.add(f"memory_{name}")
+                engine.ignored_limits.add(f"memory_{name}")
                 report.line(
-                    f"{settings.variable('memory_' + name)}, {shown(limit)}, is left out: with its model up the process "
-                    f"has {shown(usage.counted)} already"
+                    f"{settings.variable('memory_' + name)}, {format_bytes(limit)}, is left out: with its model up the process "
+                    f"has {format_bytes(usage.counted)} already"
                 )
         self.soft = self.soft or self.hard
 
     def _judge_soft(self, usage: Usage, now: float) -> None:
-        critical, short = memory.is_critical(), engine.pressed is not None
+        critical, short = memory.is_critical(), engine.memory_error is not None
         full = self.soft > 0 and usage.counted >= self.soft
         low = usage.counted < self.soft * RELEASE or not self.soft
         relieved, self._relieved = self._relieved, False
-        limit = f"soft is {shown(self.soft)}" if full else "macOS says critical"
+        limit = f"soft is {format_bytes(self.soft)}" if full else "macOS says critical"
         if full or critical or (short and not low):
             self._excess = max(1, usage.counted - int(self.soft * RELEASE)) if self.soft else 1
         self._tell_episode(usage, now, limit if full or critical else None, low=low)
         if (full or critical) and self._above and not relieved and not short:
             report.line(f"memory: {_told(usage)}, {limit}: new requests are 503 until it is less")
-            engine.pressed = memory_pressure()
+            engine.memory_error = memory_pressure()
         elif (
             short and not (full or critical) and (low or _is_idle())
         ):  # idle, nothing more is to be expected
             report.line(f"memory: {_told(usage)}: new requests are let in again")
-            engine.pressed = None
+            engine.memory_error = None
         self._above = full or critical
         above_hard = self.hard and usage.counted >= self.hard  # which is judged by itself
         stuck = full and short and _is_idle() and not above_hard
         self._stuck_since = (self._stuck_since or now) if stuck else None
         if self._stuck_since is not None and now - self._stuck_since >= GRACE:
             self._replace(
-                f"memory: {_told(usage)} with nobody served, soft is {shown(self.soft)}", usage
+                f"memory: {_told(usage)} with nobody served, soft is {format_bytes(self.soft)}",
+                usage,
             )
 
     def _tell_episode(self, usage: Usage, now: float, limit: str | None, *, low: bool) -> None:
@@ -191,9 +194,9 @@ class _Guard:
         if self._hard_since is None:
             self._hard_since = now
             report.line(
-                f"memory: {_told(usage)}, hard is {shown(self.hard)}: new requests are 503 until it is less"
+                f"memory: {_told(usage)}, hard is {format_bytes(self.hard)}: new requests are 503 until it is less"
             )
-            engine.pressed = engine.pressed or memory_pressure()
+            engine.memory_error = engine.memory_error or memory_pressure()
             return  # the next look is after a trim, for which the engine was asked just now
         waiting = self._ended is not None and self._is_held(
             self._ended
@@ -207,7 +210,9 @@ class _Guard:
         if victim is not None:
             self._end(victim, usage, now)
         elif now - self._hard_since >= (STEP_GRACE if waiting else GRACE):
-            self._replace(f"memory: {_told(usage)}, still above hard, {shown(self.hard)}", usage)
+            self._replace(
+                f"memory: {_told(usage)}, still above hard, {format_bytes(self.hard)}", usage
+            )
 
     def _replace(self, why: str, usage: Usage) -> None:
         if not (self._replacing or engine.closing or engine.rank):
@@ -254,13 +259,13 @@ class _Guard:
     def _is_held(entry: Entry) -> bool:
         """Whether the generation thread still has it."""
         return entry.phase != FINISHED and (
-            entry.id in engine.entries or entry.id in engine.leaving
+            entry.id in engine.entries or entry.id in engine.abandoned
         )
 
     @staticmethod
     def _largest() -> Entry | None:
         """In a batch every sequence takes as much as the longest: no other frees as much. The youngest of equals."""
-        if engine.single and engine.distributed:
+        if engine.serving_alone and engine.distributed:
             return None  # stock has no end for it: rank 0 would leave the work that the others go on with
         able = [e for e in list(engine.entries.values()) if not e.stopped and e.phase != FINISHED]
         return max(able, key=lambda e: (e.length, e.id), default=None)
@@ -301,14 +306,14 @@ class _Guard:
             after = memory.at_rest(self._mx)
         self._relieved = after.counted < self.soft and not memory.is_critical()
         report.debug(
-            f"memory: {shown(before.counted)} before and {shown(after.counted)} after a trim, {shown(held)} of entries"
+            f"memory: {format_bytes(before.counted)} before and {format_bytes(after.counted)} after a trim, {format_bytes(held)} of entries"
         )
 
 
 def _is_idle() -> bool:
-    return not (engine.entries or engine.leaving)
+    return not (engine.entries or engine.abandoned)
 
 
 def _told(usage: Usage) -> str:
-    pool = f" and {shown(usage.pool)} of pool" if usage.pool else ""
-    return f"{shown(usage.counted)} in use (MLX {shown(usage.active)}{pool}, footprint {shown(usage.footprint)})"
+    pool = f" and {format_bytes(usage.pool)} of pool" if usage.pool else ""
+    return f"{format_bytes(usage.counted)} in use (MLX {format_bytes(usage.active)}{pool}, footprint {format_bytes(usage.footprint)})"

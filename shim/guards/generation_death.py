@@ -146,7 +146,9 @@ def _die(error: BaseException | None, show: Any = None) -> NoReturn:
         else f"{type(error).__name__}: {report.one_line(error)}"
     )
     if engine.draining and engine.rank:  # all were asked to stop, and rank 0 has gone first
-        fatal.stop(fatal.STOPPED, f"rank {engine.rank} has nobody left to work with: {what}")
+        fatal.exit_orderly(
+            fatal.STOPPED, f"rank {engine.rank} has nobody left to work with: {what}"
+        )
     never_up = engine.booting or (not facts.has("boot") and facts.has("turns") and not engine.up)
     if never_up:
         status, reason = (
@@ -157,7 +159,7 @@ def _die(error: BaseException | None, show: Any = None) -> NoReturn:
         status, reason = fatal.EX_SOFTWARE, f"the generation thread died: {what}"
     if show is None and error is not None:
         show = lambda: _show(error)  # noqa: E731
-    fatal.end(status, reason, show, error)
+    fatal.die(status, reason, show, error)
 
 
 def _show(error: BaseException) -> None:

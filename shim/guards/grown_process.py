@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core import memory, patch, report, settings
-from ..core.memory import footprint, shown
+from ..core.memory import footprint, format_bytes
 from ..core.verdicts import require
 from ..engine import drain, facts, fatal, watchdog
 from ..engine.state import engine
@@ -62,7 +62,7 @@ def drawn(current: settings.Settings, factor: float) -> list[Limit]:
         ("recycle_requests", lambda: engine.counters["requests"], lambda n: f"{n:.0f} requests"),
         ("recycle_tokens", _tokens, lambda n: f"{n:.0f} tokens"),
         ("recycle_age", lambda: engine.age, lambda n: f"{n:.0f} s of age"),
-        ("recycle_memory", footprint, lambda n: f"a footprint of {shown(n)}"),
+        ("recycle_memory", footprint, lambda n: f"a footprint of {format_bytes(n)}"),
     )
     return [
         Limit(settings.variable(name), getattr(current, name) * factor, read, show)
@@ -72,7 +72,7 @@ def drawn(current: settings.Settings, factor: float) -> list[Limit]:
 
 
 def _tokens() -> int:
-    return engine.spent + sum(
+    return engine.closed_tokens + sum(
         entry.processed + entry.tokens for entry in list(engine.entries.values())
     )
 
@@ -129,7 +129,7 @@ class _Recycling:
         before, after = self._at_start, _held()
         why = (
             f"recycled at {limit.show(figure)}, {limit.setting} being {limit.show(limit.value)} in this process; "
-            f"its footprint was {shown(before)} with the model up and is {shown(after) if after else 'not known'}"
+            f"its footprint was {format_bytes(before)} with the model up and is {format_bytes(after) if after else 'not known'}"
         )
         grown = {"footprint_model_up": before, "footprint": after, "limit": limit.setting}
         facts = (fatal.gathered(why) or {}) | {
@@ -146,4 +146,4 @@ def _held() -> int | None:
 
 
 def _is_idle() -> bool:
-    return not (engine.in_flight or engine.entries or engine.leaving or engine.loading)
+    return not (engine.in_flight or engine.entries or engine.abandoned or engine.loading)

@@ -28,7 +28,9 @@ def apply(server: Any) -> None:
         for name, size in wanted.items():
             try:
                 before = getattr(server.mx, name)(size)
-                report.once(f"mx.{name} is {memory.shown(size)}, it was {memory.shown(before)}")
+                report.once(
+                    f"mx.{name} is {memory.format_bytes(size)}, it was {memory.format_bytes(before)}"
+                )
             except Exception as error:  # the server starts all the same
                 report.line(f"mx.{name}({size}) failed: {error!r}")
         return wrapped(*args, **kwargs)

@@ -47,13 +47,13 @@ def _check() -> None:
     if isinstance(error, KeyboardInterrupt) or (
         isinstance(error, SystemExit) and error.code in (None, 0)
     ):
-        fatal.end(
+        fatal.die(
             fatal.STOPPED, "asked to end before the server could stop by itself"
         )  # by Ctrl-C, or its own handler
     what = f": {type(error).__name__}: {report.one_line(error)}" if error is not None else ""
     if error is not None and _could_not_listen(error):
-        fatal.end(fatal.EX_OSERR, f"could not listen{what}")
-    fatal.end(fatal.EX_SOFTWARE, f"the main thread ended while the generation thread lives{what}")
+        fatal.die(fatal.EX_OSERR, f"could not listen{what}")
+    fatal.die(fatal.EX_SOFTWARE, f"the main thread ended while the generation thread lives{what}")
 
 
 def _is_left(generator: Any) -> bool:

@@ -88,7 +88,7 @@ def _room() -> int | None:
         limit: int | None = engine.arguments.prompt_cache_bytes
         if limit is None or provider.pipeline_group is not None:
             return None
-        batch = None if engine.single else engine.batch()
+        batch = None if engine.serving_alone else engine.batch()
         return max(0, limit - (0 if batch is None else batch.prompt_cache_nbytes))
     except Exception as error:  # in the generation thread, outside any `try` of stock's
         report.once(f"the bytes of the batch cannot be counted: {error!r}")

@@ -70,7 +70,7 @@ class _View:
         )
         if allowed < limit:
             report.once(
-                f"mlx_lm may wire {memory.shown(allowed)} rather than {memory.shown(limit)} (MLX_SHIM_WIRED)"
+                f"mlx_lm may wire {memory.format_bytes(allowed)} rather than {memory.format_bytes(limit)} (MLX_SHIM_WIRED)"
             )
         before: int = self._mx.set_wired_limit(allowed)
         return before

@@ -37,7 +37,7 @@ class _Owning:
         entry = insert_arguments.entry_of(args, kwargs)
         for layer in entry or []:
             # Served alone it was never part of a batch, and large as it is it need not be copied.
-            if not (engine.single and hasattr(layer, "keys")):
+            if not (engine.serving_alone and hasattr(layer, "keys")):
                 self.own_or_leave(layer)
         return wrapped(*args, **kwargs)
 

@@ -72,7 +72,7 @@ def _is_contained(entry: Entry | None, what: str, error: Exception) -> bool:
     if entry is None or isinstance(error, _UNSOUND) or engine.distributed:
         return False
     if not entry.queue.closed:  # until stock takes it out of the batch, it may fail again and again
-        report.line_at_once(f"request {entry.id} failed alone, in {what}: {error!r}")
+        report.line_nowait(f"request {entry.id} failed alone, in {what}: {error!r}")
         entry.queue.close(error)
     return True
 
@@ -86,7 +86,7 @@ def _detokenizer(make: Any, tokenizer: Any) -> Any:
         if not _is_contained(entry, "the detokenizer", error):
             raise
         return _Mute()
-    return stock if entry is None and not engine.single else _Detokenizer(stock, entry)
+    return stock if entry is None and not engine.serving_alone else _Detokenizer(stock, entry)
 
 
 class _Detokenizer:
@@ -190,6 +190,6 @@ class _Keeping:
             except Exception as error:
                 if isinstance(error, _UNSOUND) or engine.distributed:
                     raise
-                report.line_at_once(f"a cache cannot be counted and is not kept: {error!r}")
+                report.line_nowait(f"a cache cannot be counted and is not kept: {error!r}")
                 return None
         return wrapped(*args, **kwargs)

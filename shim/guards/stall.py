@@ -87,7 +87,7 @@ def _check() -> None:
 
 def _let_go_of_others(now: float) -> None:
     """Where stock's removals cannot be seen: an engine that delivers to others is not stuck in one whose client has left."""
-    for entry in list(engine.leaving.values()):
+    for entry in list(engine.abandoned.values()):
         if engine.delivered > entry.last and now - entry.last > CONFIRM:
             engine.let_go(entry)
 
@@ -129,7 +129,7 @@ def _judge(entry: Entry, entries: list[Entry], engine: Engine) -> str | None:
 
 def _drafting() -> bool:
     """Whether somebody is served alone beside a draft model: stock reports no progress of such a prompt."""
-    return engine.single and getattr(engine.provider, "draft_model", None) is not None
+    return engine.serving_alone and getattr(engine.provider, "draft_model", None) is not None
 
 
 class _Standing:
@@ -187,7 +187,7 @@ def _stalled(who: str, why: str) -> None:
         report.line(verdict)
         _dump()
     else:
-        fatal.end(fatal.EX_SOFTWARE, verdict, _dump, tell=errors.engine_stalled())
+        fatal.die(fatal.EX_SOFTWARE, verdict, _dump, tell=errors.engine_stalled())
 
 
 def _dump() -> None:

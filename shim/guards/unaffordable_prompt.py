@@ -80,7 +80,7 @@ class _Guard:
     def tokenize(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         """Where what it raises goes to this request alone."""
         result = wrapped(*args, **kwargs)
-        if self._cost is None or "memory_hard" in engine.left_out:
+        if self._cost is None or "memory_hard" in engine.ignored_limits:
             return result
         # Other ranks would go on without us, and another generator may have another model.
         if instance is engine.generator and not engine.distributed:

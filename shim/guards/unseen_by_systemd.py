@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from ..core import patch, report, sd_notify
-from ..core.verdicts import Incompatible, Unasked, require
+from ..core.verdicts import Incompatible, NotConfigured, require
 from ..engine import drain, facts, watchdog
 from ..engine.state import engine
 
@@ -30,7 +30,7 @@ EXTEND_EVERY = 5.0  # seconds until it is asked for again
 
 def probe(server: Any) -> None:
     if not os.environ.get("NOTIFY_SOCKET"):
-        raise Unasked("NOTIFY_SOCKET is not set")
+        raise NotConfigured("NOTIFY_SOCKET is not set")
     if sd_notify.address() is None:
         raise Incompatible("NOTIFY_SOCKET names no UNIX socket")
     require(server, "_run_http_server")
@@ -63,7 +63,7 @@ def _listening(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def status() -> str:
     """What `systemctl status` shows: the engine's condition, and what it is about."""
-    condition, hold = engine.condition, engine.hold
+    condition, hold = engine.condition, engine.start_wait
     if condition == "stalled":
         return engine.stalled or condition
     if condition == "breaker" and hold is not None:
@@ -96,7 +96,7 @@ class _Told:
         except (OSError, ValueError) as error:
             if not self._complained:
                 self._complained = True
-                report.line_at_once(f"systemd could not be told: {error}")
+                report.line_nowait(f"systemd could not be told: {error}")
 
     def _tell(self, now: float) -> None:
         if not self._asked:
@@ -122,9 +122,13 @@ class _Told:
             self._alive = now
 
     def _is_sound(self, now: float) -> bool:
-        if engine.ending is not None or engine.generation_is_over or engine.stalled is not None:
+        if (
+            engine.final_error is not None
+            or engine.generation_is_over
+            or engine.stalled is not None
+        ):
             return False
-        if (engine.up and not engine.loading) or engine.hold is not None:
+        if (engine.up and not engine.loading) or engine.start_wait is not None:
             self._loading = None
             return True
         if self._loading is None:

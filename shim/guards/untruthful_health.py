@@ -52,7 +52,7 @@ def _do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     path = instance.path.split("?", 1)[0].rstrip("/")
     if path not in _GOOD:
         return wrapped(*args, **kwargs)
-    now, hold = engine.condition, engine.hold
+    now, hold = engine.condition, engine.start_wait
     left = hold.seconds_left if hold is not None else RETRY_AFTER
     why = (
         {"reason": hold.reason, "seconds_left": left}
@@ -71,13 +71,13 @@ def _do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         **(
             {}
             if engine.memory is None
-            else {"memory": engine.memory._asdict() | {"short": engine.pressed is not None}}
+            else {"memory": engine.memory._asdict() | {"short": engine.memory_error is not None}}
         ),
         "shim": __version__,
         **({"unseen": facts.shown()} if facts.shown() else {}),
         "guards": {name: state.kind for name, state in report.states.items()},
     }
-    good = now in _GOOD[path] and (engine.pressed is None or path != "/health/ready")
+    good = now in _GOOD[path] and (engine.memory_error is None or path != "/health/ready")
     answers.send(instance, 200 if good else 503, json.dumps(body).encode(), None if good else left)
     return None
 

@@ -130,8 +130,8 @@ def _translate(cause: BaseException) -> ShimError:
         )
     if origin == "load":
         return _translate_load(cause, what)
-    if engine.generation_is_over or engine.ending is not None:
-        return engine.ending or errors.engine_dead()
+    if engine.generation_is_over or engine.final_error is not None:
+        return engine.final_error or errors.engine_dead()
     if origin is None:  # the handler's own
         return ShimError(500, "internal_error", f"the answer could not be made: {what}")
     where = getattr(cause, "_shim_where", "")

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..core import errors, report
 from ..core.errors import ShimError
-from .model_names import is_missing, shown
+from .model_names import is_missing, quote_name
 
 # A file that stock opens by itself, if it is there. Opening a pipe waits for ever, reading /dev/zero never ends.
 _OPENED = (".json", ".safetensors", ".py", ".txt", ".model", ".tiktoken", ".jinja", ".jsonl")
@@ -39,7 +39,7 @@ def check_adapter(name: str) -> None:
         raise ShimError(
             404,
             "model_not_found",
-            f"{param} {shown(name)} does not exist: no such folder",
+            f"{param} {quote_name(name)} does not exist: no such folder",
             param=param,
         )
     _refuse(param, name, lambda: _why_no_adapter(Path(name)))
@@ -58,7 +58,7 @@ def _refuse(param: str, name: str, why_not: Any) -> None:
     except Exception as error:  # stock would meet it too
         reason = f"{type(error).__name__}: {report.one_line(error, 200)}"
     if reason:
-        raise errors.invalid(param, f"{param} {shown(name)} cannot be loaded: {reason}")
+        raise errors.invalid(param, f"{param} {quote_name(name)} cannot be loaded: {reason}")
 
 
 def _exists(param: str, name: str) -> bool:
@@ -69,7 +69,7 @@ def _exists(param: str, name: str) -> bool:
         raise ShimError(
             404,
             "model_not_found",
-            f"{param} {shown(name)} cannot be looked up: {error.strerror}",
+            f"{param} {quote_name(name)} cannot be looked up: {error.strerror}",
             param=param,
         ) from error
 
@@ -83,9 +83,9 @@ def _folder_of(param: str, name: str, patterns: list[str] | None) -> Path:
     except Exception as error:
         what = report.one_line(error, 200)
         if is_missing(error):
-            told = f"{param} {shown(name)} does not exist: no folder here has that name, and the hub says: {what}"
+            told = f"{param} {quote_name(name)} does not exist: no folder here has that name, and the hub says: {what}"
             raise ShimError(404, "model_not_found", told, param=param) from error
-        told = f"{param} {shown(name)} could not be downloaded: {type(error).__name__}: {what}"
+        told = f"{param} {quote_name(name)} could not be downloaded: {type(error).__name__}: {what}"
         raise ShimError(500, "model_load_failed", told, param=param) from error
 
 
@@ -115,10 +115,8 @@ def _why_no_class(utils: Any, folder: Path, config: dict[str, Any], trusted: boo
     file = config.get("model_file")
     if file is not None:
         if not trusted:
-            return (
-                f"its code ({shown(file)}) would have to be run, which is off (--trust-remote-code)"
-            )
-        return "" if (folder / file).is_file() else f"the folder has no {shown(file)}"
+            return f"its code ({quote_name(file)}) would have to be run, which is off (--trust-remote-code)"
+        return "" if (folder / file).is_file() else f"the folder has no {quote_name(file)}"
     if "model_type" not in config:
         return "config.json has no model_type"
     _, model_args = utils._get_classes(config=config)

@@ -31,7 +31,7 @@ def is_missing(error: BaseException) -> bool:
     return any(kind.__name__ in _NO_SUCH_MODEL for kind in type(error).__mro__)
 
 
-def shown(name: object) -> str:
+def quote_name(name: object) -> str:
     """A name as a client is told of it: quoted, on one line, cut short where it is long."""
     text = str(name)
     return repr(text if len(text) <= 100 else text[:99] + "…")  # noqa: PLR2004

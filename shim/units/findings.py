@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..core import settings, values
 from . import Refused, environ, shell
-from .invocation import MODEL, Invocation, deaf, interpreter_of, option, take_apart
+from .invocation import MODEL, Invocation, flags_that_exclude_us, interpreter_of, option, take_apart
 
 _OURS = "MlxLmShimFinder"  # the class in our sitecustomize.py
 _MUST_NOT_LEAVE = ("setsid", "screen", "tmux", "daemon", "daemonize", "start-stop-daemon", "disown")
@@ -162,7 +162,7 @@ def _options(found: Findings, facts: Facts, known: Invocation) -> None:
             flags = take_apart([first, *options, "-m", "mlx_lm.server"]).flags
         except Refused as error:
             found.note(facts.command_at, str(error), "PYTHON -m mlx_lm server")
-    for why in deaf(flags):
+    for why in flags_that_exclude_us(flags):
         found.defeats(
             facts.command_at, f"{why}: the server runs as stock", "the command without that option"
         )

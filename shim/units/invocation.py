@@ -57,12 +57,12 @@ def take_apart(argv: Sequence[str]) -> Invocation:
     name = re.sub(r"^-\w*?m(?=.)", "", program) if is_module else Path(program).name
     if name not in _PROGRAMS:
         raise Refused(
-            f"{shown(argv)} is no command that starts mlx_lm.server under the shim; {ACCEPTED}"
+            f"{quote_command(argv)} is no command that starts mlx_lm.server under the shim; {ACCEPTED}"
         )
     subcommand = _PROGRAMS[name]
     if subcommand is not None:
         if list(argv[start : start + 1]) != [subcommand]:
-            raise Refused(f"{shown(argv)} lacks `{subcommand}` after {name}; {ACCEPTED}")
+            raise Refused(f"{quote_command(argv)} lacks `{subcommand}` after {name}; {ACCEPTED}")
         start += 1
     return Invocation(tuple(argv), start, flags, name, script)
 
@@ -85,10 +85,10 @@ def _interpreter(argv: Sequence[str]) -> tuple[str, bool, int]:
             break
         if letters[2] == "m":
             return flags, True, index
-    raise Refused(f"{shown(argv)} names neither a module nor a script; {ACCEPTED}")
+    raise Refused(f"{quote_command(argv)} names neither a module nor a script; {ACCEPTED}")
 
 
-def shown(argv: Sequence[str], limit: int = 100) -> str:
+def quote_command(argv: Sequence[str], limit: int = 100) -> str:
     """A command as a message quotes it: cut short where it is long."""
     text = " ".join(argv)
     return repr(text if len(text) <= limit else text[: limit - 1] + "…")
@@ -127,7 +127,7 @@ def replaced(arguments: Sequence[str], index: int, value: str) -> list[str]:
     return changed
 
 
-def deaf(flags: str) -> list[str]:
+def flags_that_exclude_us(flags: str) -> list[str]:
     """For each of the interpreter's options that keep the shim out: which, and how."""
     return [f"-{letter} {why}" for letter, why in DEAF.items() if letter in flags]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..core import settings, values
-from ..core.memory import shown
+from ..core.memory import format_bytes
 from ..planning import budget, local_model
 from .invocation import DRAFT, MODEL, option
 
@@ -35,10 +35,10 @@ def limits(argv: Sequence[str], environ: Mapping[str, str], total: int | None) -
         if advised is None:
             return Limits(
                 {},
-                f"no {' and no '.join(wanted)}: the model has {shown(size)}, which leaves too little",
+                f"no {' and no '.join(wanted)}: the model has {format_bytes(size)}, which leaves too little",
             )
         chosen = {SOFT: budget.as_setting(advised.soft), HARD: budget.as_setting(advised.hard)}
-        why = f"from a model of {shown(size)} and this machine's {shown(total)}"
+        why = f"from a model of {format_bytes(size)} and this machine's {format_bytes(total)}"
     added = {name: chosen[name] for name in wanted}
     if len(added) == 1:
         try:

@@ -58,9 +58,9 @@ def host_and_port(unit: Unit) -> str:
 def check_path(what: str, path: str) -> None:
     """Raise Refused for a path that cannot stand in every format."""
     if (
-        not os.path.isabs(path)
+        not os.path.isabs(path)  # noqa: PTH117
         or not path.isprintable()
         or path != path.strip()
         or path.endswith("\\")
-    ):  # noqa: PTH117
+    ):
         raise Refused(f"{what} {path!r} is not taken: accepted: an absolute path without newlines")

@@ -24,7 +24,7 @@ from .invocation import (
     MODEL,
     PORT,
     Invocation,
-    deaf,
+    flags_that_exclude_us,
     interpreter_of,
     option,
     replaced,
@@ -70,9 +70,9 @@ def validated(argv: Sequence[str], environ: Mapping[str, str], workdir: str, our
         first, *options = interpreter_of(Path(program))
         python = _executable(first)
         flags = take_apart([python, *options, "-m", "mlx_lm.server"]).flags
-    if deaf(flags):
+    if flags_that_exclude_us(flags):
         raise Refused(
-            f"{program} would run without the shim: {'; '.join(deaf(flags))}; leave that option away"
+            f"{program} would run without the shim: {'; '.join(flags_that_exclude_us(flags))}; leave that option away"
         )
     server = Server([program, *argv[1:]], "", 0)
     if known.script:

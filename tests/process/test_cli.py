@@ -105,7 +105,7 @@ def test_doctor_tells_a_memory_budget(tiny, tmp_path, line):
         tiny_model.LAYERS * tiny_model.KV_HEADS * tiny_model.HIDDEN // tiny_model.HEADS * 2 * 4
     )
     for what in (
-        f"memory of this machine: {memory.shown(total)}",
+        f"memory of this machine: {memory.format_bytes(total)}",
         "wiring MLX_SHIM_WIRED=off in force",
         "which is off for a model below 60% of the memory",
         "limits soft none, hard none in force",

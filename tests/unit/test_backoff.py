@@ -92,7 +92,7 @@ def test_what_is_remembered(known, left):
     [(None, 1), (Run(WAITING, NOW, NOW + 9), 1), (Run(LOADING, NOW), 2), (Run(UP, NOW), 2)],
 )
 def test_a_run_that_never_noted_its_end_has_died_unless_it_only_waited(run, count):
-    judged = account_module.judged(State(deaths(5), run=run), LIMIT, NOW)
+    judged = account_module.without_old_deaths(State(deaths(5), run=run), LIMIT, NOW)
     assert len(judged.deaths) == count
     assert judged.killed == (count == 2)
     assert not judged.killed or judged.deaths[-1] == (NOW, None)

@@ -1,4 +1,4 @@
-"""The account of deaths and its state file, when the clock, the disk or a file is not as it should be."""
+"""The journal of deaths and its state file, when the clock, the disk or a file is not as it should be."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shim.core import memory, settings
 from shim.core.values import Limit
 from shim.guards import crash_loop
 from shim.guards.crash_loop import backoff
-from shim.guards.crash_loop import journal as account_module
+from shim.guards.crash_loop import journal as journal_module
 from shim.guards.crash_loop.backoff import Death
-from shim.guards.crash_loop.journal import Account
+from shim.guards.crash_loop.journal import Journal
 from shim.guards.crash_loop.state_file import LOADING, UP, Run, State, StateFile
 
 LIMIT = Limit(3, 600.0, 10.0)
@@ -36,12 +36,12 @@ def clock():
 
 @pytest.fixture
 def start(engine, monkeypatch, tmp_path, clock, lines):
-    """An account as a start makes it, and the seconds it waits; the one before is over, its lock released."""
-    monkeypatch.setattr(account_module, "engine", engine)
+    """A journal as a start makes it, and the seconds it waits; the one before is over, its lock released."""
+    monkeypatch.setattr(journal_module, "engine", engine)
     monkeypatch.setattr(crash_loop, "engine", engine)
     monkeypatch.setattr(settings, "current", settings.Settings(breaker=LIMIT))
-    monkeypatch.setattr(account_module, "JITTER", 0.0)
-    monkeypatch.setattr(account_module, "TICK", 3600.0)  # the test looks itself
+    monkeypatch.setattr(journal_module, "JITTER", 0.0)
+    monkeypatch.setattr(journal_module, "TICK", 3600.0)  # the test looks itself
     held: list[StateFile] = []
 
     def make():
@@ -51,47 +51,47 @@ def start(engine, monkeypatch, tmp_path, clock, lines):
     def begin():
         while held:
             os.close(held.pop()._lock)
-        account = Account(make, now=lambda: clock[0])
-        return account, (account.post(account.begin, 5) or (None, State()))[0]
+        journal = Journal(make, now=lambda: clock[0])
+        return journal, (journal.post(journal.begin, 5) or (None, State()))[0]
 
     return begin
 
 
-def do(account, job, *args):
-    account.post(lambda: job(*args), 5)
+def do(journal, job, *args):
+    journal.post(lambda: job(*args), 5)
 
 
 def die(start, times, status=70):
     for _ in range(times):
-        account, _ = start()
-        do(account, account.loads)
-        do(account, account.ends, status)
+        journal, _ = start()
+        do(journal, journal.note_loading)
+        do(journal, journal.note_end, status)
 
 
 def test_deaths_are_waited_for_once_each(start, clock):
     die(start, 3, status=78)
-    account, seconds = start()
+    journal, seconds = start()
     assert seconds == 10
-    do(account, account.loads)
-    do(account, account.comes_up)
-    do(account, account.ends, None)
-    account, seconds = start()
+    do(journal, journal.note_loading)
+    do(journal, journal.note_up)
+    do(journal, journal.note_end, None)
+    journal, seconds = start()
     assert seconds == 0, "its deaths have been waited for, and an orderly stop is none"
-    do(account, account.loads)
+    do(journal, journal.note_loading)
     clock[0] += 5
-    account, seconds = start()
+    journal, seconds = start()
     assert seconds == 20, "it was killed"
     clock[0] += 8
-    account, seconds = start()
+    journal, seconds = start()
     assert seconds == 12, "what is left of the wait that somebody cut short"
-    do(account, account.ends, None)
+    do(journal, journal.note_end, None)
     clock[0] += 2
     assert start()[1] == 10, "or stopped"
 
 
 def test_a_wait_is_drawn_a_little_longer_but_not_beyond_the_longest(start, clock, monkeypatch):
-    monkeypatch.setattr(account_module, "JITTER", 0.1)
-    monkeypatch.setattr(account_module.random, "uniform", lambda low, high: high)
+    monkeypatch.setattr(journal_module, "JITTER", 0.1)
+    monkeypatch.setattr(journal_module.random, "uniform", lambda low, high: high)
     die(start, 3)
     assert start()[1] == pytest.approx(11)
     clock[0] += 4
@@ -102,51 +102,51 @@ def test_a_wait_is_drawn_a_little_longer_but_not_beyond_the_longest(start, clock
 
 
 def test_what_is_drawn(start, monkeypatch):
-    monkeypatch.setattr(account_module, "JITTER", 0.1)
+    monkeypatch.setattr(journal_module, "JITTER", 0.1)
     die(start, 3)
     drawn = set()
     for _ in range(20):
-        account, seconds = start()
+        journal, seconds = start()
         drawn.add(seconds)
-        account.state = account_module.replace(
-            account.state, run=None
+        journal.state = journal_module.replace(
+            journal.state, run=None
         )  # so that none is what is left of the one before
-        do(account, account.save)
+        do(journal, journal.save)
     assert len(drawn) > 10
     assert all(10 <= seconds <= 11 for seconds in drawn)
 
 
 def test_a_long_good_run_clears_it_and_a_shorter_one_does_not(start, monkeypatch):
     die(start, 3)
-    account, _ = start()
-    do(account, account.loads)
-    do(account, account.comes_up)
+    journal, _ = start()
+    do(journal, journal.note_loading)
+    do(journal, journal.note_up)
     for up, left in ((599, 3), (601, 0)):
-        account._up_since = time.monotonic() - up
-        do(account, account.look)
-        assert len(account.state.deaths) == left
+        journal._up_since = time.monotonic() - up
+        do(journal, journal.look)
+        assert len(journal.state.deaths) == left
 
 
 def test_it_is_seen_once_a_minute_with_what_it_holds(start, clock, monkeypatch):
-    account, _ = start()
-    do(account, account.comes_up)
+    journal, _ = start()
+    do(journal, journal.note_up)
     monkeypatch.setattr(memory, "footprint", lambda: 5)
     clock[0] += 100
-    do(account, account.look)
-    assert account._file.read().run.seen == NOW
-    account._seen -= account_module.SEEN
-    do(account, account.look)
-    assert account._file.read().run.seen == NOW + 100
-    assert account._file.read().footprint == 5
+    do(journal, journal.look)
+    assert journal._file.read().run.seen == NOW
+    journal._seen -= journal_module.SEEN
+    do(journal, journal.look)
+    assert journal._file.read().run.seen == NOW + 100
+    assert journal._file.read().footprint == 5
 
 
 def test_a_stop_under_way_is_noted_however_it_was_asked_for(start, engine, monkeypatch):
-    account, _ = start()
-    do(account, account.comes_up)
+    journal, _ = start()
+    do(journal, journal.note_up)
     monkeypatch.setattr(type(engine), "stopping", True)
-    do(account, account.look)
-    do(account, account.comes_up)  # a load that went on meanwhile
-    assert account._file.read().run is None
+    do(journal, journal.look)
+    do(journal, journal.note_up)  # a load that went on meanwhile
+    assert journal._file.read().run is None
 
 
 @pytest.mark.parametrize("jump", [-YEAR, 30 * YEAR])
@@ -169,11 +169,11 @@ def test_a_wait_under_a_clock_that_goes_back_is_no_longer(start, clock):
 
 def test_two_processes_at_once(start, tmp_path, clock, lines):
     first, _ = start()
-    do(first, first.comes_up)
-    second = Account(lambda: StateFile(tmp_path / "state", "name"), now=lambda: clock[0])
+    do(first, first.note_up)
+    second = Journal(lambda: StateFile(tmp_path / "state", "name"), now=lambda: clock[0])
     assert second.post(second.begin, 5) is None
-    do(second, second.loads)
-    do(second, second.ends, 70)
+    do(second, second.note_loading)
+    do(second, second.note_end, 70)
     assert first._file.read().run.phase == UP
     assert first._file.read().deaths == []
     assert len(lines) == 1
@@ -216,23 +216,23 @@ CORRUPT = {
 def test_a_corrupt_file_is_said_and_replaced(start, tmp_path, lines, case):
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "name.json").write_bytes(CORRUPT[case])
-    account, seconds = start()
+    journal, seconds = start()
     assert seconds == 0
     assert len(lines) == 1
     assert "name.json is not a state file of the shim" in lines[0]
-    do(account, account.ends, 70)
-    assert len(account._file.read().deaths) == 1
+    do(journal, journal.note_end, 70)
+    assert len(journal._file.read().deaths) == 1
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["a pipe", "a folder"])
 def test_what_is_no_file(start, tmp_path, lines, make):
     (tmp_path / "state").mkdir()
     make(tmp_path / "state" / "name.json")
-    account, seconds = start()
+    journal, seconds = start()
     assert seconds == 0
     assert len(lines) == 1
     assert "no regular file" in lines[0]
-    assert account._file.read().run.phase == LOADING
+    assert journal._file.read().run.phase == LOADING
 
 
 @pytest.mark.parametrize("name", ["name.lock", "name.new", "name.json"])
@@ -241,11 +241,11 @@ def test_what_cannot_be_replaced_is_said_once_and_in_nobodys_way(start, tmp_path
     (folder / name).mkdir(parents=True)
     (folder / name / "x").touch()
     (folder / "name.aside").touch()  # in the way of a folder
-    account, seconds = start()
+    journal, seconds = start()
     assert not seconds
     for _ in range(3):
-        do(account, account.loads)
-        do(account, account.ends, 70)
+        do(journal, journal.note_loading)
+        do(journal, journal.note_end, 70)
     assert sum("deaths cannot be noted" in x for x in lines) == 1
 
 
@@ -261,7 +261,7 @@ def test_a_link_is_not_followed(start, tmp_path, lines):
 
 
 def test_a_disk_that_fills_up_and_is_freed_again(start, monkeypatch, lines):
-    account, _ = start()
+    journal, _ = start()
     stock = os.write
 
     def full(*_):
@@ -269,20 +269,20 @@ def test_a_disk_that_fills_up_and_is_freed_again(start, monkeypatch, lines):
 
     for broken in (full, lambda opened, text: stock(opened, text[:10])):
         monkeypatch.setattr(os, "write", broken)
-        do(account, account.comes_up)
+        do(journal, journal.note_up)
     monkeypatch.setattr(os, "write", stock)
-    assert account._file.read().run.phase == LOADING, "the last whole one"
+    assert journal._file.read().run.phase == LOADING, "the last whole one"
     assert all("deaths cannot be noted" in x and "space" in x for x in lines)
-    do(account, account.ends, 70)
-    assert len(account._file.read().deaths) == 1
+    do(journal, journal.note_end, 70)
+    assert len(journal._file.read().deaths) == 1
 
 
 def test_a_folder_that_never_answers(lines):
     never = threading.Event()
-    account = Account(never.wait)
+    journal = Journal(never.wait)
     before = time.monotonic()
-    assert account.post(account.begin, 0.3) is None
-    account.post(lambda: account.ends(70), 60)
+    assert journal.post(journal.begin, 0.3) is None
+    journal.post(lambda: journal.note_end(70), 60)
     assert time.monotonic() - before < 30, "it is waited for once"
     assert lines == [
         "the folder of MLX_SHIM_STATE_DIR has not answered for 0.3 s: it is not waited for"

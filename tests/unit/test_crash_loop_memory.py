@@ -30,7 +30,7 @@ def machine(monkeypatch, engine, lines):
         told = list(figures)
 
         def available():
-            held.append((engine.hold, engine.loading))
+            held.append((engine.start_wait, engine.loading))
             return told.pop(0) if len(told) > 1 else told[0]
 
         monkeypatch.setattr(memory, "available", available)
@@ -49,7 +49,7 @@ def test_it_waits_until_the_memory_is_free(machine, lines, engine):
         == "the last run was killed, and of the 40.00 GiB that it took 10.00 GiB are free"
     )
     assert loading == 1, "the clock rests"
-    assert engine.hold is None
+    assert engine.start_wait is None
     assert engine.loading == 0
     assert lines[-1] == "41.00 GiB are free: the wait is over"
 
@@ -82,7 +82,7 @@ def test_a_request_that_came_before_the_wait_is_told(engine, monkeypatch, reques
     monkeypatch.setattr(crash_loop, "engine", engine)
     entry, _ = request_()
     crash_loop._check(entry)
-    engine.hold = Hold("why", time.monotonic() + 7.99)
+    engine.start_wait = Hold("why", time.monotonic() + 7.99)
     with pytest.raises(ShimError, match="why") as told:
         crash_loop._check(entry)
     assert (told.value.status, told.value.code, told.value.retry_after) == (503, "breaker", 8)

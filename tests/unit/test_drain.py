@@ -30,7 +30,7 @@ def ended(engine, monkeypatch):
 
     monkeypatch.setattr(drain, "engine", engine)
     monkeypatch.setattr(drain, "_orders", queue.SimpleQueue())
-    monkeypatch.setattr(fatal, "stop", stop)
+    monkeypatch.setattr(fatal, "exit_orderly", stop)
     engine.up = True
 
     def carry_out(*orders):
@@ -50,7 +50,7 @@ def test_a_stop_during_a_recycle_is_a_stop(ended, engine, monkeypatch):
     assert (status, facts) == (0, None)
     assert why == "SIGTERM; in flight: 0 finished, 1 cut short"
     assert engine.draining
-    assert engine.ending.code == "shutting_down"
+    assert engine.final_error.code == "shutting_down"
 
 
 def test_a_second_stop_does_not_wait(ended, engine, monkeypatch):

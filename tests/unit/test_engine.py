@@ -17,11 +17,11 @@ def test_the_condition():
     assert engine.condition == "loading"
     engine.booting, engine.loading = False, 1
     assert engine.condition == "loading"
-    engine.hold = Hold("2 deaths", time.monotonic() + 60)
+    engine.start_wait = Hold("2 deaths", time.monotonic() + 60)
     assert engine.condition == "breaker"
     engine.stalled = "stalled: request 1"
     assert engine.condition == "stalled"
-    engine.ending = errors.engine_dead()
+    engine.final_error = errors.engine_dead()
     assert engine.condition == "dead"
     engine.draining = True
     assert engine.condition == "draining"

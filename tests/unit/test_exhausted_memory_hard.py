@@ -23,7 +23,7 @@ def test_above_hard_the_largest_goes_then_the_next_once_the_first_is_let_go(
     it.look(1001)
     assert victims(engine) == [], "trimming may be enough"
     assert it.guard._excess
-    assert engine.pressed is not None, "nobody new meanwhile"
+    assert engine.memory_error is not None, "nobody new meanwhile"
     it.look(1001)
     assert victims(engine) == [large.id]
     assert queue.get_nowait().code == "memory_pressure"
@@ -102,7 +102,7 @@ def test_above_hard_with_nobody_to_end_it_is_replaced_once(guard):
 
 def test_one_that_several_machines_serve_alone_is_not_ended(guard, engine, request_):
     running(request_, 10)
-    engine.generator, engine.single = types.SimpleNamespace(_is_distributed=True), True
+    engine.generator, engine.serving_alone = types.SimpleNamespace(_is_distributed=True), True
     it = guard()
     it.look(1001)
     it.look(1001)

@@ -37,8 +37,8 @@ def test_the_footprint_is_read_where_linux_writes_it():
 
 
 def test_bytes_as_people_say_them():
-    assert memory.shown(3 * 2**29) == "1.50 GiB"
-    assert memory.shown(3 * 2**19) == "1.5 MiB"
+    assert memory.format_bytes(3 * 2**29) == "1.50 GiB"
+    assert memory.format_bytes(3 * 2**19) == "1.5 MiB"
 
 
 def test_the_larger_counts():

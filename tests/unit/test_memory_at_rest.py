@@ -34,7 +34,7 @@ def test_what_a_load_left_is_given_back_before_the_limits_are_judged(engine, mon
 
 def test_an_answer_503_holds_nothing_of_the_request(engine, monkeypatch):
     monkeypatch.setattr(exhausted_memory, "engine", engine)
-    engine.pressed = memory_pressure()
+    engine.memory_error = memory_pressure()
 
     class Request:
         pass

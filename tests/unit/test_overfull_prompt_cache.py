@@ -86,7 +86,7 @@ def test_an_entry_that_does_not_fit_pushes_out_no_others(engine, lines, monkeypa
     assert "larger than --prompt-cache-bytes" in lines[0]
     batch_of(engine, 400)
     assert insert(engine, 601) == 600, "beside the batch, only what is there already"
-    engine.single = True  # the batch is over, whoever may still hold it
+    engine.serving_alone = True  # the batch is over, whoever may still hold it
     assert insert(engine, 400) == 1000
 
 
@@ -194,9 +194,9 @@ def module(**cured):
 
 def limited_run(host, port, model_provider):
     line = model_provider.cli_args
-    ResponseGenerator(
+    ResponseGenerator(  # noqa: F821 - it runs in a module of mlx_lm
         model_provider, stock.LRUPromptCache(line.prompt_cache_size, line.prompt_cache_bytes)
-    )  # noqa: F821
+    )
 
 
 class Generator(stock.ResponseGenerator):

@@ -134,8 +134,8 @@ def test_the_one_on_the_port_is_chosen(listening, tmp_path):
         port = other.getsockname()[1]
         assert passed_sockets.chosen([unix, listening, other], port) is other
         assert passed_sockets.chosen([unix, listening, other], 1) is unix
-        assert passed_sockets.shown(unix) == f"unix:{tmp_path}/socket"
-        assert passed_sockets.shown(other) == f"127.0.0.1:{port}"
+        assert passed_sockets.address_text(unix) == f"unix:{tmp_path}/socket"
+        assert passed_sockets.address_text(other) == f"127.0.0.1:{port}"
 
 
 class Own(ThreadingHTTPServer):
@@ -189,7 +189,7 @@ def test_a_socket_that_cannot_be_used_is_78(monkeypatch):
     monkeypatch.setattr(refused_while_down, "_passed", None)
     monkeypatch.setattr(settings, "current", settings.Settings(launchd_socket="Listeners"))
     monkeypatch.setattr(
-        fatal, "end", lambda status, why: (_ for _ in ()).throw(SystemExit(f"{status} {why}"))
+        fatal, "die", lambda status, why: (_ for _ in ()).throw(SystemExit(f"{status} {why}"))
     )
     with pytest.raises(
         SystemExit, match=r"78 the socket to serve on cannot be used: .*'Listeners'"

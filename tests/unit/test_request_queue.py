@@ -94,7 +94,7 @@ def test_one_that_the_engine_lets_go_of_is_closed_where_no_handler_will(engine, 
     (entry,) = engine.entries.values()
     request_[0].put(types.SimpleNamespace(stop=lambda: None))
     engine.let_go(entry)
-    assert engine.entries == engine.leaving == {}
+    assert engine.entries == engine.abandoned == {}
 
 
 def test_a_token_is_told_by_what_it_has(engine, requests, request_):

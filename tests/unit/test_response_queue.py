@@ -65,7 +65,7 @@ def test_one_that_left_the_queue_is_not_leaving_the_engine(engine, request_):
     engine.stop(entry)
     engine.close(entry)
     assert [item[0] for item in requests.queue] == [kept[1]]
-    assert engine.leaving == {}
+    assert engine.abandoned == {}
     assert engine.counters["abandoned"] == 1
 
 

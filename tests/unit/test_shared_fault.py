@@ -64,7 +64,7 @@ def test_a_detokenizer_that_fails_ends_its_own_request(engine, inserted, token, 
     assert (entry.phase, entry.tokens) == (FINISHED, 1)
     assert capfd.readouterr().err.count("failed alone") == 1
     engine.close(entry)
-    assert (engine.counters["failed"], engine.leaving) == (1, {})
+    assert (engine.counters["failed"], engine.abandoned) == (1, {})
 
 
 def test_a_detokenizer_that_cannot_be_made(inserted):
@@ -86,7 +86,7 @@ def test_a_detokenizer_that_cannot_be_made(inserted):
 def test_others_get_stocks_own_detokenizer(engine):
     stock = object()
     assert shared_fault._detokenizer(lambda _: stock, None) is stock
-    engine.single = True
+    engine.serving_alone = True
     error = ValueError("x")
     alone = shared_fault._detokenizer(lambda _: Broken(error), None)
     with pytest.raises(ValueError, match="x"):

@@ -60,9 +60,9 @@ def test_a_prompt_whose_client_has_left_still_explains_the_silence(
     responses.put(context())
     engine.close(gone)
     engine.clock = 200.0
-    known = [*engine.entries.values(), *engine.leaving.values()]
+    known = [*engine.entries.values(), *engine.abandoned.values()]
     assert stall._judge(entry, known, engine) is None
-    assert gone.id in engine.leaving
+    assert gone.id in engine.abandoned
     engine.let_go(gone)
     assert judge(engine, entry) is not None
 

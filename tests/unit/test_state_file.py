@@ -8,7 +8,7 @@ import pytest
 
 from shim.guards.crash_loop import state_file
 from shim.guards.crash_loop.backoff import Death
-from shim.guards.crash_loop.journal import Account
+from shim.guards.crash_loop.journal import Journal
 from shim.guards.crash_loop.state_file import WAITING, Corrupt, Held, Run, State, StateFile
 
 
@@ -28,7 +28,7 @@ def test_folders(monkeypatch, tmp_path):
 def test_no_home(monkeypatch, lines, home):
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setenv("HOME", home)
-    account = Account(lambda: StateFile(state_file.folder(""), "name"))
+    account = Journal(lambda: StateFile(state_file.folder(""), "name"))
     assert account.post(account.begin, 5) is None
     assert "deaths cannot be noted" in lines[0]
 

@@ -132,9 +132,9 @@ def test_a_limit_that_is_left_out_refuses_nobody(machine, engine):
     """By exhausted_memory, since it is hardly above what the model takes: it says so."""
     machine.active = 9_700
     assert machine.refused(81)[0] == 400
-    engine.left_out.add("memory_soft")
+    engine.ignored_limits.add("memory_soft")
     assert machine.refused(81)[0] == 400
-    engine.left_out.add("memory_hard")
+    engine.ignored_limits.add("memory_hard")
     assert machine.ask(81)
 
 

@@ -31,7 +31,7 @@ def extended(sent, told, seconds):
 
 def test_a_start_that_waits_asks_for_more_time_however_long(engine, sent):
     told = unseen_by_systemd._Told()
-    engine.hold, engine.loading = Hold("5 deaths", 1e9), 1
+    engine.start_wait, engine.loading = Hold("5 deaths", 1e9), 1
     assert extended(sent, told, range(1)) == 1, "at once"
     assert extended(sent, told, range(1, 5)) == 0
     assert extended(sent, told, range(5, 7200)) >= 7200 / 5 - 1
@@ -59,7 +59,7 @@ def test_the_words(engine, sent):
     assert unseen_by_systemd.status() == "serving (--model none)"
     engine.loading = 1
     assert unseen_by_systemd.status() == "loading a model (--model none)"
-    engine.hold = Hold("2 deaths", 1e9)
+    engine.start_wait = Hold("2 deaths", 1e9)
     assert unseen_by_systemd.status() == "2 deaths"
     engine.stalled = "stalled: request 1"
     assert unseen_by_systemd.status() == "stalled: request 1"

@@ -33,12 +33,14 @@ def parse(raw: bytes) -> dict[str, Any]:
     except ValueError as error:  # JSONDecodeError, or an integer of more digits than Python reads
         raise ShimError(400, "invalid_json", f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise ShimError(400, "invalid_json", f"the body must be a JSON object, not {shown(body)}")
+        raise ShimError(
+            400, "invalid_json", f"the body must be a JSON object, not {describe_value(body)}"
+        )
     _walk(body)
     return body
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A value as an error repeats it: its kind, and itself where it is short."""
     kind = _kind(value)
     if isinstance(value, (bool, type(None), list, dict)):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...core.errors import invalid
-from .body import shown
+from .body import describe_value
 
 STOPS, STOP_LENGTH = (
     64,
@@ -57,7 +57,8 @@ def _whole(low: int, high: int | None = None, *, null: bool = False) -> Check:
         fits = type(value) is int and low <= value and (high is None or value <= high)
         if not fits and not (null and value is None):
             raise invalid(
-                name, f"{name} is {shown(value)}; accepted: {accepted}{', or null' if null else ''}"
+                name,
+                f"{name} is {describe_value(value)}; accepted: {accepted}{', or null' if null else ''}",
             )
 
     return test
@@ -76,7 +77,7 @@ def _number(low: float, high: float = LARGEST, *, point: bool = False) -> Check:
             or (isinstance(value, float) and not math.isfinite(value))
             or not low <= value <= high
         ):
-            raise invalid(name, f"{name} is {shown(value)}; accepted: {accepted}")
+            raise invalid(name, f"{name} is {describe_value(value)}; accepted: {accepted}")
 
     return test
 
@@ -84,7 +85,7 @@ def _number(low: float, high: float = LARGEST, *, point: bool = False) -> Check:
 def _typed(accepted: str, *types: type) -> Check:
     def test(name: str, value: Any) -> None:
         if type(value) not in types:
-            raise invalid(name, f"{name} is {shown(value)}; accepted: {accepted}")
+            raise invalid(name, f"{name} is {describe_value(value)}; accepted: {accepted}")
 
     return test
 
@@ -93,12 +94,12 @@ def _stop(name: str, value: Any) -> None:
     accepted = f"a string or a list of at most {STOPS} strings, {STOP_LENGTH} characters in all"
     stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list):
-        raise invalid(name, f"stop is {shown(value)}; accepted: {accepted}")
+        raise invalid(name, f"stop is {describe_value(value)}; accepted: {accepted}")
     if len(stops) > STOPS:
         raise invalid(name, f"stop is a list of {len(stops)}; accepted: {accepted}")
     for stop in stops:
         if not isinstance(stop, str):
-            raise invalid(name, f"stop holds {shown(stop)}; accepted: {accepted}")
+            raise invalid(name, f"stop holds {describe_value(stop)}; accepted: {accepted}")
     length = sum(map(len, stops))
     if length > STOP_LENGTH:
         raise invalid(name, f"stop has {length} characters; accepted: {accepted}")
@@ -110,7 +111,7 @@ def _repetition_penalty(name: str, value: Any) -> None:
     if 0 < value < 1 / WEIGHT:
         raise invalid(
             name,
-            f"{name} is {shown(value)}; accepted: 0, or a number from {1 / WEIGHT:g} to {WEIGHT:g}",
+            f"{name} is {describe_value(value)}; accepted: 0, or a number from {1 / WEIGHT:g} to {WEIGHT:g}",
         )
 
 
@@ -120,7 +121,7 @@ def _logit_bias(name: str, value: Any) -> None:
     if value is None:
         return
     if not isinstance(value, dict):
-        raise invalid(name, f"logit_bias is {shown(value)}; accepted: {accepted}")
+        raise invalid(name, f"logit_bias is {describe_value(value)}; accepted: {accepted}")
     for key, bias in value.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 11):  # noqa: PLR2004
             raise invalid(
@@ -176,7 +177,7 @@ def _messages(body: dict[str, Any]) -> None:
         raise invalid("messages", "the request has no messages", "missing_required_parameter")
     messages = body["messages"]
     if not isinstance(messages, list) or not messages:
-        given = "an empty list" if messages == [] else shown(messages)
+        given = "an empty list" if messages == [] else describe_value(messages)
         raise invalid("messages", f"messages is {given}; accepted: {accepted}")
     for index, message in enumerate(messages):
         where = f"messages[{index}]"

@@ -22,7 +22,7 @@ from ...engine import anatomy, facts, fatal, queues
 from ...engine.entries import Entry
 from ...engine.state import Hold, engine
 from . import backoff, state_file
-from .journal import Account
+from .journal import Journal
 from .state_file import State, StateFile
 
 UPSTREAM = "no issue known; with generation_death a fault of every start becomes a loop"
@@ -53,42 +53,42 @@ def apply(server: Any) -> None:
     atexit.register(_ends_by_itself, os.getpid())
 
 
-_account: Account | None = None
+_journal: Journal | None = None
 
 
 def _load_default(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """In the generation thread, outside stock's try: nothing of ours may raise here."""
-    account = None
+    journal = None
     try:
-        account = _before(instance)
+        journal = _before(instance)
     except Exception as error:
         report.line(f"crash_loop failed, the model is loaded at once: {error!r}")
-        if _account is not None:
-            _account.post(
-                _account.loads
+        if _journal is not None:
+            _journal.post(
+                _journal.note_loading
             )  # else this run, should it die, is taken for one that had only waited
     if engine.closing:
         if engine.generator is not None and not engine.distributed:
             engine.ask_to_stop()  # else the loop that comes next takes what is queued, and loads its model
         return None
     result = wrapped(*args, **kwargs)
-    if account is not None:
-        account.post(account.comes_up)
+    if journal is not None:
+        journal.post(journal.note_up)
     return result
 
 
-def _before(provider: Any) -> Account:
+def _before(provider: Any) -> Journal:
     """What comes before the load: the waits. Once in a process: a program may stop one server and start another."""
-    global _account
-    if _account is not None:
-        _account.post(_account.loads)
-        return _account
+    global _journal
+    if _journal is not None:
+        _journal.post(_journal.note_loading)
+        return _journal
     arguments = anatomy.arguments_of(provider)
     rank = engine.rank  # of several machines, or processes, that share a model
     named = [getattr(arguments, name, None) for name in ("host", "port", "model")]
     setting, name = settings.current.state_dir, state_file.key(*named, *([rank] if rank else []))
-    account = _account = Account(lambda: StateFile(state_file.folder(setting), name))
-    seconds, state = account.post(account.begin, READ_LIMIT) or (0.0, State())
+    journal = _journal = Journal(lambda: StateFile(state_file.folder(setting), name))
+    seconds, state = journal.post(journal.begin, READ_LIMIT) or (0.0, State())
     limit = settings.current.breaker
     if seconds and limit:
         why = backoff.reason(state.deaths, limit)
@@ -104,20 +104,20 @@ def _before(provider: Any) -> Account:
             else "the wait is over, the model is being loaded"
         )
     wait_for_memory(state)
-    account.post(account.loads)
-    return account
+    journal.post(journal.note_loading)
+    return journal
 
 
 def wait(why: str, seconds: float, over: Callable[[], bool] = lambda: False) -> None:
     """Hold the start for so long, or until `over()`; a stop ends it. Meanwhile the server answers, and no stall is told."""
-    engine.hold = hold = Hold(why, time.monotonic() + seconds)
+    engine.start_wait = hold = Hold(why, time.monotonic() + seconds)
     engine.loading += 1  # the engine's clock rests
     try:
         while (left := hold.until - time.monotonic()) > 0 and not engine.closing and not over():
             threading.Event().wait(min(left, POLL))
     finally:
         engine.loading -= 1
-        engine.hold = None
+        engine.start_wait = None
 
 
 def wait_for_memory(state: State) -> None:
@@ -129,14 +129,14 @@ def wait_for_memory(state: State) -> None:
     needed = min(needed, int(whole * SHARE))
     if free >= needed:
         return
-    why = f"the last run was killed, and of the {memory.shown(needed)} that it took {memory.shown(free)} are free"
+    why = f"the last run was killed, and of the {memory.format_bytes(needed)} that it took {memory.format_bytes(free)} are free"
     report.line(
         f"{why}: waiting for the rest for at most {MEMORY_LIMIT:.0f} s before the model is loaded"
     )
     wait(why, MEMORY_LIMIT, _Freed(needed, free))
     free = memory.available() or 0
     report.line(
-        f"{memory.shown(free)} are free{'' if free >= needed else ', no more'}: the wait is over"
+        f"{memory.format_bytes(free)} are free{'' if free >= needed else ', no more'}: the wait is over"
     )
 
 
@@ -155,7 +155,7 @@ class _Freed:
 
 
 def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    hold = engine.hold
+    hold = engine.start_wait
     if hold is None or engine.closing:
         return wrapped(*args, **kwargs)
     answers.refuse(instance, errors.breaker(hold.reason, hold.seconds_left))
@@ -164,16 +164,16 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _check(entry: Entry) -> None:
     """Asked about a request that came before the wait began."""
-    hold = engine.hold
+    hold = engine.start_wait
     if hold is not None:
         raise errors.breaker(hold.reason, hold.seconds_left)
 
 
 def _stop_and_join(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Asked to stop: whatever follows, SIGKILL by a supervisor without patience included, is no death."""
-    account = _account
-    if account is not None and instance is engine.generator:
-        account.post(lambda: account.ends(None), NOTE_LIMIT)
+    journal = _journal
+    if journal is not None and instance is engine.generator:
+        journal.post(lambda: journal.note_end(None), NOTE_LIMIT)
     return wrapped(*args, **kwargs)
 
 
@@ -184,6 +184,6 @@ def _ends_by_itself(pid: int) -> None:
 
 
 def _end(status: int) -> None:
-    account = _account
-    if account is not None:
-        account.post(lambda: account.ends(None if status in _NO_DEATHS else status), NOTE_LIMIT)
+    journal = _journal
+    if journal is not None:
+        journal.post(lambda: journal.note_end(None if status in _NO_DEATHS else status), NOTE_LIMIT)

@@ -1,4 +1,4 @@
-"""The account of this run and those before it, kept in the state file by a thread of its own."""
+"""The journal of this run and those before it, kept in the state file by a thread of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JITTER = 0.1  # of a wait, at most: servers that were brought down together do n
 _GOOD_RUN = 600.0  # seconds, where there is no breaker
 
 
-class Account:
+class Journal:
     """What is noted of this run and those before it. All but `post` is called in the keeper's thread."""
 
     def __init__(self, make: Callable[[], StateFile], now: Callable[[], float] = time.time) -> None:
@@ -74,7 +74,7 @@ class Account:
             last = State()
         self._file = file
         now, limit = self._now(), settings.current.breaker
-        state = judged(last, limit, now)
+        state = without_old_deaths(last, limit, now)
         left = backoff.seconds(state.deaths, limit) if limit and not state.served else 0.0
         left = min(left, backoff.LONGEST / (1 + JITTER)) * random.uniform(1, 1 + JITTER)  # noqa: S311
         if (
@@ -92,12 +92,12 @@ class Account:
             self._seen = time.monotonic()
             self._file.write(self.state)
 
-    def loads(self) -> None:
+    def note_loading(self) -> None:
         """The waits are over, for these deaths once and for all."""
         self.state = replace(self.state, served=True)
         self._note(LOADING)
 
-    def comes_up(self) -> None:
+    def note_up(self) -> None:
         """The model is up: what it takes is noted."""
         held = _footprint()
         self.state = replace(
@@ -125,7 +125,7 @@ class Account:
         limit = settings.current.breaker
         good = limit.window if limit else _GOOD_RUN
         if engine.closing:
-            self.ends(None)
+            self.note_end(None)
         elif (
             self.state.deaths
             and self._up_since is not None
@@ -139,7 +139,7 @@ class Account:
             )
             self.save()
 
-    def ends(self, status: int | None) -> None:
+    def note_end(self, status: int | None) -> None:
         """Note the end: a death with its status, or None for one that was asked for."""
         run = self.state.run
         if run is not None and (
@@ -151,7 +151,7 @@ class Account:
             self.save()
 
 
-def judged(last: State, limit: Limit | None, now: float) -> State:
+def without_old_deaths(last: State, limit: Limit | None, now: float) -> State:
     """`last` as a start finds it: a run that never noted its end has died, unless it had only waited."""
     window = limit.window if limit else _GOOD_RUN
     deaths, run = last.deaths, last.run

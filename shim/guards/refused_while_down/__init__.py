@@ -71,7 +71,7 @@ def _serve(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     try:
         passed = _take(call.arguments["port"])
     except Unusable as reason:
-        fatal.end(fatal.EX_CONFIG, f"the socket to serve on cannot be used: {reason}")
+        fatal.die(fatal.EX_CONFIG, f"the socket to serve on cannot be used: {reason}")
     if passed is None:
         return wrapped(*args, **kwargs)
     errors.after_end = RETRY_AFTER
@@ -99,10 +99,14 @@ def _take(port: int) -> socket.socket | None:
     passed_sockets.listen(chosen, BACKLOG)
     where = "" if passed_sockets.port_of(chosen) == port else f", not on --port {port}"
     reasons += [
-        f"{passed_sockets.shown(other)} is not served" for other in usable if other is not chosen
+        f"{passed_sockets.address_text(other)} is not served"
+        for other in usable
+        if other is not chosen
     ]
     report.line(
-        "; ".join([f"serving on the passed socket {passed_sockets.shown(chosen)}{where}", *reasons])
+        "; ".join(
+            [f"serving on the passed socket {passed_sockets.address_text(chosen)}{where}", *reasons]
+        )
     )
     own = chosen.dup()  # as a server may close its own
     for s in usable:

@@ -123,7 +123,7 @@ def port_of(opened: socket.socket) -> int | None:
     return None if opened.family == socket.AF_UNIX else int(opened.getsockname()[1])
 
 
-def shown(opened: socket.socket) -> str:
+def address_text(opened: socket.socket) -> str:
     """Its address in words."""
     address = opened.getsockname()
     if opened.family == socket.AF_UNIX:
@@ -140,4 +140,4 @@ def listen(opened: socket.socket, backlog: int) -> None:
     try:
         opened.listen(backlog)
     except OSError as error:
-        raise Unusable(f"{shown(opened)} cannot be listened on: {error.strerror}") from None
+        raise Unusable(f"{address_text(opened)} cannot be listened on: {error.strerror}") from None

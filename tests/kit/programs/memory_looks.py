@@ -16,7 +16,7 @@ import time
 
 import mlx.core as mx
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[3]))
 from shim.core import report
 from shim.guards.exhausted_memory import _Guard
 
