@@ -1,0 +1,1 @@
+"""Programs that a test starts in a process of its own."""
