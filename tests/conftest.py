@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
 from kit import harness
 from kit.harness import LINES
-
 from shim.cli import tiny_model
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -14,7 +14,6 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 from kit.bad_requests import CASES, Case
 from kit.harness import LINES, Server
-
 from shim.cli import tiny_model
 
 PATIENCE = 6.0  # seconds; an answer takes a tenth of one

@@ -16,7 +16,6 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 from kit.drift import cases, mutate, report
 from kit.harness import LINES
-
 from shim.engine.anatomy import ATTRIBUTES
 
 parser = argparse.ArgumentParser(description=__doc__)

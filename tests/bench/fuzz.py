@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from hypothesis import HealthCheck, given, settings
+
 from kit.fuzz import Beside, bodies, judge, judge_wire, normal_texts, wires
 from kit.harness import LINES, Server
-
 from shim.cli import tiny_model
 
 

@@ -15,7 +15,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from kit.harness import NEWEST, Server
 from kit.streams import Stream
-
 from shim.cli import tiny_model
 
 

@@ -20,12 +20,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import shim
 from kit import releases
 from kit.pages.compatibility import PAGE, Row, ask_doctor, page
 from kit.releases import NotHere, Pair
 from kit.scenarios import SCENARIOS, Scenario, Stage
-
-import shim
 
 AT_ONCE = 5  # scenarios: on two cores, since most of one is waiting
 

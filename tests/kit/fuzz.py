@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
+
 from kit.bad_requests import CASES
 from kit.streams import Stream
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+
 from kit.harness import (
     KILLER,
     NEWEST,

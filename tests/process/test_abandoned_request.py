@@ -6,6 +6,7 @@ import random
 import time
 
 import pytest
+
 from kit.harness import Inconclusive, Server, wait_until
 from kit.streams import Stream
 

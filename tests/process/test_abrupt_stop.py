@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+
 from kit.harness import NEWEST, Inconclusive, Server, wait_until
 from kit.streams import Stream
 

@@ -6,6 +6,7 @@ import http.client
 import subprocess
 
 import pytest
+
 from kit.bad_requests import CASES, CHAT, KILLERS, NEW, OLD
 from kit.harness import NEWEST, REPO, Inconclusive, Server, clean_environ, python_of, wait_until
 from kit.streams import Stream

@@ -11,6 +11,7 @@ import json
 import subprocess
 
 import pytest
+
 from kit.harness import LINES, REPO, Inconclusive, clean_environ, python_of
 
 pytestmark = pytest.mark.xdist_group("cache classes")  # one worker measures, for all the cases

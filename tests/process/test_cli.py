@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from kit.harness import KILLER, NEWEST, REPO, VENVS, Server, clean_environ, python_of
 from kit.model_folders import weightless
-
 from shim.cli import tiny_model
 from shim.core import memory
 from shim.planning import budget

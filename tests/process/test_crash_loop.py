@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+
 from kit.harness import KILLER, NEWEST, Inconclusive, Server, free_port, wait_until
 from kit.streams import Stream
 

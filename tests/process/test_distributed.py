@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from kit.harness import REPO, VENVS, Inconclusive, Server, clean_environ, free_port, wait_until
 from kit.streams import Stream
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 
 import pytest
+
 from kit.drift import mutate
 from kit.drift.cases import HEART, SERVER, Bench, cases, touched
 from kit.drift.report import table
 from kit.harness import LINES
 from kit.streams import Stream
-
 from shim.engine.anatomy import ATTRIBUTES
 
 PARTS = 4  # of a line: the workers take one each

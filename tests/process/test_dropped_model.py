@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+
 from kit.harness import Inconclusive, Server
 from kit.model_folders import HUB_NAME, Folders
 from kit.streams import Stream

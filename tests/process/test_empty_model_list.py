@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from kit.harness import NEWEST, Inconclusive, Server
 
+from kit.harness import NEWEST, Inconclusive, Server
 from shim.guards import empty_model_list
 
 MADE = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from kit.harness import KILLER, Inconclusive, Server, wait_until
 from kit.streams import Stream, error_of
 

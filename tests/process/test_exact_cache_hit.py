@@ -9,10 +9,10 @@ from __future__ import annotations
 import http.client
 
 import pytest
+
 from kit.harness import ANSWER, NEWEST, Inconclusive, Server
 from kit.models import hybrid_model
 from kit.streams import Stream
-
 from shim.cli import tiny_model
 from shim.engine import fatal
 

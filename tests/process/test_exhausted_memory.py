@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from kit.harness import NEWEST, Inconclusive, Server, wait_until
 from kit.models import big_model
 from kit.scales import MIB, Scales, patient, text_of, warm

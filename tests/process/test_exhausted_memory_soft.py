@@ -6,6 +6,7 @@ import json
 
 import psutil
 import pytest
+
 from kit.harness import NEWEST, REPO, Inconclusive, Server, wait_until
 from kit.streams import Stream
 

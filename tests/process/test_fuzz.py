@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+
 from kit.fuzz import Beside, bodies, judge, judge_wire, normal_texts, wires
 from kit.harness import Inconclusive, Server
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+
 from kit.harness import Server, expect_zombie, wait_until
 
 pytestmark = pytest.mark.usefixtures("killable")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 import pytest
+
 from kit.harness import KILLER, Server, expect_zombie, wait_until
 from kit.streams import Stream
 

@@ -7,6 +7,7 @@ import subprocess
 import textwrap
 
 import pytest
+
 from kit.families import FAMILIES, IMPOSSIBLE
 from kit.harness import LINES, REPO, VENVS, Inconclusive, clean_environ, python_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from kit.harness import START, Inconclusive, Server, wait_until
 from kit.models import hybrid_model
 

@@ -7,6 +7,7 @@ import subprocess
 import textwrap
 
 import pytest
+
 from kit.harness import NEWEST, REPO, Inconclusive, clean_environ, python_of
 
 RELEASES = ("0.31.3", "0.32.0", "0.32.2")

@@ -12,7 +12,6 @@ import textwrap
 
 from kit.harness import LINES, REPO, Inconclusive, Server, clean_environ, python_of, wait_until
 from kit.streams import Stream
-
 from shim.engine import fatal
 
 OFF = {"MLX_SHIM_MIXED_PROCESSORS": "0"}

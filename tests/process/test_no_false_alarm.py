@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+
 from kit.harness import LINES, NEWEST, Server, wait_until
 from kit.streams import Stream
 

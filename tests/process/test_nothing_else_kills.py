@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 import pytest
+
 from kit.harness import Server, wait_until
 
 pytestmark = pytest.mark.usefixtures("killable")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import openai
 import pytest
+
 from kit.harness import NEWEST, REPO, Inconclusive, Server, clean_environ, python_of
 from kit.streams import Stream
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import openai
 import pytest
+
 from kit.harness import KILLER, Server, wait_until
 
 pytestmark = pytest.mark.usefixtures("killable")

@@ -9,6 +9,7 @@ import textwrap
 import time
 
 import pytest
+
 from kit.harness import Inconclusive, Server, taken_port, wait_until
 from kit.streams import Stream
 

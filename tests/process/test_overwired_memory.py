@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from kit.harness import VENVS, Inconclusive, Server, wait_until
 
 GIB = 2**30

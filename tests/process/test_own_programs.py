@@ -7,6 +7,7 @@ import subprocess
 import textwrap
 
 import pytest
+
 from kit.harness import REPO, clean_environ, free_port, python_of
 
 SHORT = {"MLX_SHIM_DECODE_STALL": "2s", "MLX_SHIM_PREFILL_STALL": "3s", "MLX_SHIM_CRASH_LOOP": "0"}

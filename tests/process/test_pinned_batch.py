@@ -7,8 +7,8 @@ import subprocess
 import textwrap
 
 import pytest
-from kit.harness import LINES, REPO, Inconclusive, clean_environ, python_of
 
+from kit.harness import LINES, REPO, Inconclusive, clean_environ, python_of
 from shim.cli import tiny_model
 
 # Eight requests of different lengths in one batch, inserted as mlx_lm.server inserts them, one cache after another.

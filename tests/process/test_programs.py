@@ -10,6 +10,7 @@ import subprocess
 import textwrap
 
 import pytest
+
 from kit.harness import (
     KILLER,
     NEWEST,

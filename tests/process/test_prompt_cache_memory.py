@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from kit.harness import REPO, Inconclusive, Server, wait_until
 from kit.models.big_model import STEP, big_kv_model, bytes_per_token, weight_bytes
 from kit.streams import Stream

@@ -10,6 +10,7 @@ import signal
 import socket
 
 import pytest
+
 from kit.harness import KILLER, NEWEST, Inconclusive, Server, python_of, wait_until
 
 PASSED = """

@@ -5,10 +5,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
 from kit.harness import NEWEST, REPO, Inconclusive, python_of
 from kit.pages import compatibility
 from kit.scenarios import SCENARIOS, Scenario, cell
-
 from shim.core.catalogue import GUARDS
 
 # A stall, a drain and the leak have tests of their own, with their controls.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 
 import pytest
+
 from kit.harness import NEWEST, REPO, Inconclusive, Server
 from kit.listener import Listener, redirect, whole
-
 from shim.cli import tiny_model
 
 CHAT = "/v1/chat/completions"

@@ -6,10 +6,10 @@ import json
 import socket
 
 import pytest
+
 from kit.harness import NEWEST, Inconclusive, Server, wait_until
 from kit.streams import Stream
 from kit.wire import head, raw, read_all
-
 from shim.cli import tiny_model
 
 TOKENS = {

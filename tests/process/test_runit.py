@@ -8,6 +8,7 @@ import json
 import subprocess
 
 import pytest
+
 from kit.harness import NEWEST, REPO, Kept, free_port, need, python_of, wait_until
 from kit.headline import RAISES, STALLS, recipe
 from kit.streams import Stream

@@ -6,9 +6,9 @@ import json
 import shutil
 
 import pytest
+
 from kit.harness import LINES, REPO, Inconclusive, Server, wait_until
 from kit.streams import Stream
-
 from shim.cli import tiny_model
 
 OFF = {"MLX_SHIM_SHARED_FAULT": "0"}

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from kit.harness import NEWEST, REPO, clean_environ, python_of
 
 # Every interpreter of pyenv on this machine, the system's, and the one that runs the tests.

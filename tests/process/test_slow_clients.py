@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from kit.harness import NEWEST, Inconclusive, Server, wait_until
 from kit.wire import head, read_all
 

@@ -9,6 +9,7 @@ import textwrap
 import time
 
 import pytest
+
 from conftest import FaultyModel
 from kit.harness import Inconclusive, Server, expect_zombie, wait_until
 from kit.streams import Stream, error_of

@@ -7,6 +7,7 @@ import textwrap
 import time
 
 import pytest
+
 from kit.harness import (
     KILLER,
     NEWEST,

@@ -13,6 +13,7 @@ import signal
 import subprocess
 
 import pytest
+
 from kit import headline
 from kit.harness import NEWEST, VENVS, clean_environ, wait_until
 from kit.headline import RAISES

@@ -6,6 +6,7 @@ import re
 import time
 
 import pytest
+
 from kit.harness import Inconclusive, Server, wait_until
 from kit.models import big_model
 from kit.scales import MIB, Scales, text_of, warm

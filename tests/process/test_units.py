@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+
 from kit.harness import (
     NEWEST,
     REPO,
@@ -19,7 +20,6 @@ from kit.harness import (
     python_of,
     wait_until,
 )
-
 from shim.units import supervisord
 from shim.units.plan import Unit
 

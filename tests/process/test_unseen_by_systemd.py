@@ -8,6 +8,7 @@ import socket
 import time
 
 import pytest
+
 from kit.harness import NEWEST, Inconclusive, Server, wait_until
 from kit.streams import Stream
 

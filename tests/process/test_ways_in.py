@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from kit.harness import KILLER, NEWEST, REPO, VENVS, Server, clean_environ, expect_zombie, python_of
 
 pytestmark = pytest.mark.usefixtures("killable")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from kit.harness import Inconclusive, Server
 from kit.streams import Stream
 

@@ -9,11 +9,11 @@ import math
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
 from kit import families
 from kit.harness import REPO
 from kit.model_folders import weightless
-from mlx_lm.models.cache import make_prompt_cache
-
 from shim.cli import memory_budget
 from shim.core import values
 from shim.models import kv_cost

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
+
 from kit import releases
 from kit.pages import compatibility
 from kit.releases import RELEASES, Pair
 from kit.scenarios import COLUMNS, Seen, cell
-
 from shim.cli.releases import TRIED
 from shim.core import report
 from shim.core.catalogue import GUARDS

@@ -6,11 +6,11 @@ import importlib
 import re
 
 import pytest
+
 from kit.drift import cases, mutate, stock_package
 from kit.drift.server import package_of
 from kit.harness import LINES, REPO
 from kit.pages import guards_page
-
 from shim.core import settings
 from shim.core.catalogue import GUARDS
 from shim.engine import fatal

@@ -7,6 +7,7 @@ import textwrap
 from typing import ClassVar
 
 import pytest
+
 from kit.drift import mutate, names, stock_package
 from kit.drift.cases import cases, touched
 from kit.drift.server import package_of

@@ -6,8 +6,8 @@ import threading
 import types
 
 import pytest
-from kit.pressed import MIB, Entries, running
 
+from kit.pressed import MIB, Entries, running
 from shim.core import memory
 from shim.core.memory import Usage
 from shim.engine import fatal

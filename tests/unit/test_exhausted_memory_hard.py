@@ -5,8 +5,8 @@ from __future__ import annotations
 import types
 
 import pytest
-from kit.pressed import MIB, Entries, running, victims
 
+from kit.pressed import MIB, Entries, running, victims
 from shim.core.memory import Usage
 from shim.engine import fatal
 from shim.engine.entries import DECODE, PREFILL, QUEUED

@@ -8,8 +8,8 @@ import subprocess
 import time
 
 import pytest
-from kit.listener import Listener, redirect, whole
 
+from kit.listener import Listener, redirect, whole
 from shim.guards.request_forgery import image_fetch
 from shim.guards.request_forgery.image_fetch import Allowance, CannotFetch, parse
 

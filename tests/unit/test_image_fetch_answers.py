@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from kit.listener import Listener, whole
 
+from kit.listener import Listener, whole
 from shim.guards.request_forgery import image_fetch
 from shim.guards.request_forgery.image_fetch import Allowance, CannotFetch, parse
 

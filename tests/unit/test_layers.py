@@ -7,8 +7,8 @@ import json
 import subprocess
 
 import pytest
-from kit.harness import LINES, REPO, clean_environ, python_of
 
+from kit.harness import LINES, REPO, clean_environ, python_of
 from shim.core.catalogue import GUARDS
 
 SHIM = REPO / "shim"

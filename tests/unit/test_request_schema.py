@@ -3,8 +3,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from kit.bad_requests import CASES, TEXT
 
+from kit.bad_requests import CASES, TEXT
 from shim.core.errors import ShimError
 from shim.guards.bad_request import body, schema
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from textwrap import indent
 
 import pytest
-from kit.harness import NEWEST, REPO, python_of
 
+from kit.harness import NEWEST, REPO, python_of
 from shim.units import Refused, check
 from shim.units.systemd_syntax import duration
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import plistlib
 
 import pytest
+
 from kit.harness import NEWEST, python_of
 from kit.model_folders import weightless
-
 from shim.core import memory
 
 PYTHON = python_of(NEWEST)

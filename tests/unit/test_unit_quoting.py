@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.harness import need
 from supervisor.options import ServerOptions
 
+from kit.harness import need
 from shim.units import Refused, launchd, server, supervisord, systemd
 from shim.units.plan import Unit
 from shim.units.systemd_syntax import words

@@ -5,8 +5,8 @@ from __future__ import annotations
 import plistlib
 
 import pytest
-from kit.harness import NEWEST, REPO, python_of
 
+from kit.harness import NEWEST, REPO, python_of
 from shim.units import check, shell
 
 SERVER = (python_of(NEWEST), "-m", "mlx_lm", "server", "--model", "some/model")

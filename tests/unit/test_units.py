@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from kit.harness import NEWEST, REPO, need, python_of, taken_port
 
+from kit.harness import NEWEST, REPO, need, python_of, taken_port
 from shim.cli import unit as cli
 from shim.units import launchd_keys
 from shim.units.plan import OPEN_FILES

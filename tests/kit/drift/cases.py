@@ -29,7 +29,6 @@ from kit.harness import (
 )
 from kit.pages import wrapping
 from kit.streams import Stream
-
 from shim.core.catalogue import GUARDS
 
 # The guards without which a death or a hang is not told, or is not told rightly.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from kit.drift import stock_package  # noqa: TC002
+from kit.drift import stock_package
 from kit.drift.rewriter import Rewriter, renamed
 from kit.drift.shapes import helped, helper, is_thread
 

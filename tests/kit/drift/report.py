@@ -11,7 +11,6 @@ from typing import Any
 
 from kit.drift.mutate import KINDS
 from kit.harness import REPO
-
 from shim.core.catalogue import GUARDS
 
 PAGE = REPO / "docs" / "names.md"

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from kit.harness import python_of
-
 from shim.cli import tiny_model
 
 # Run by the line's own interpreter, whose mlx_lm knows the family.

@@ -8,7 +8,6 @@ import textwrap
 from typing import Any
 
 from kit.harness import REPO
-
 from shim.core import settings
 from shim.core.catalogue import GUARDS, HEART
 from shim.guards import is_required, settings_of
