@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -18,6 +19,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The same examples each time, so that a failure is one of the change; tests/bench/fuzz.py takes others.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 settings.load_profile("fixed")
+
+
+harness.forking = not os.environ.get("MLX_LM_SHIM_TEST_FRESH")
+
+
+def pytest_sessionfinish():
+    harness.close_fork_servers()
 
 
 def pytest_collection_modifyitems(items):

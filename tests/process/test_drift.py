@@ -23,7 +23,7 @@ PARTS = 4  # of a line: the workers take one each
 
 @pytest.fixture(scope="module")
 def benches(tmp_path_factory):
-    """The bench of a line, made when it is asked for: its fork server serves all cases of this worker."""
+    """The bench of a line, made when it is asked for."""
     made = {}
 
     def bench(line):
@@ -31,9 +31,7 @@ def benches(tmp_path_factory):
             made[line] = Bench(line, tmp_path_factory.mktemp(f"drift-{line}"))
         return made[line]
 
-    yield bench
-    for each in made.values():
-        each.close()
+    return bench
 
 
 def wanted(line, folder):

@@ -17,7 +17,7 @@ from typing import Any
 from conftest import FaultyModel
 from kit.drift import mutate, stock_package
 from kit.drift.report import Row, faults_of_ours, states
-from kit.drift.server import Drifted, Host, lay_out, package_of
+from kit.drift.server import Drifted, lay_out, package_of
 from kit.harness import (
     KILLER,
     REPO,
@@ -90,17 +90,13 @@ def cases(names: Iterable[tuple[str, str]], kinds: Iterable[str]) -> list[Case]:
 
 
 class Bench:
-    """What the cases of one line have in common: its fork server, its sources, a model, and the text stock makes."""
+    """What the cases of one line have in common: its sources, a model, and the text stock makes."""
 
     def __init__(self, line: str, folder: Path) -> None:
         self.line, self.folder = line, folder
-        self.host = Host(line, folder / "host.log")
         self.sources = stock_package.read(package_of(line))
         self.model = FaultyModel(folder / "model", kind="sleep_while_triggered", delay=0.02)
         self._made = 0
-
-    def close(self) -> None:
-        self.host.close()
 
     @cached_property
     def stock_answers(self) -> dict[str, Any]:
@@ -227,7 +223,7 @@ class Bench:
         }
         (model / "config.json").write_text(json.dumps(config))
         return Drifted(
-            self.host, package, model, folder / "log", args=self.model.args, environ=environ
+            self.line, package, model, folder / "log", args=self.model.args, environ=environ
         )
 
 

@@ -2,12 +2,14 @@
 
 The interpreter of a line runs it. A line of stdin is a command in JSON:
 
-    {"id": ..., "path": [...], "environ": {...}, "args": [...], "log": ...}    start mlx_lm.server as a child
-    {"kill": PID}                                                              end a child with SIGKILL
+    {"id": ..., "environ": {...}, "args": [...], "cwd": ..., "log": ..., "bytecode": ...}
+        start `python -m mlx_lm ARGS` as a child; "bytecode" says whether it may write .pyc files
+    {"kill": PID}
+        end a child and its process group with SIGKILL
 
-and a line of stdout is an answer: {"id": ..., "pid": ...}, and {"pid": ..., "status": ...} when a child has ended. The
-child goes on as Python does with PYTHONPATH=path: it imports sitecustomize from there, then runs `-m mlx_lm server`.
-With the end of stdin all children are ended.
+A line of stdout is an answer: {"id": ..., "pid": ...}, and {"pid": ..., "status": ...} when a child has ended. The
+child goes on as Python does: it puts PYTHONPATH on sys.path, imports sitecustomize, then runs the module. At the end of
+stdin all children are ended.
 """
 
 import gc
@@ -73,7 +75,10 @@ def serve():
 
 def end(children):
     for pid in children:
-        os.kill(pid, signal.SIGKILL)
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has not made its group yet
+            os.kill(pid, signal.SIGKILL)
 
 
 def has_ended(pid):
@@ -92,16 +97,22 @@ def become(command):
         os.dup2(old, new)
     os.close(log)
     os.close(nothing)
-    sys.stdout.reconfigure(write_through=True)
+    os.chdir(command["cwd"])
+    for stream in (sys.stdout, sys.stderr):  # PYTHONUNBUFFERED
+        stream.reconfigure(write_through=True)
     os.environ.clear()
     os.environ.update(command["environ"])
-    sys.path[:0] = command["path"]
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.argv = ["-m", *command["args"]]
-    sys.dont_write_bytecode = True
+    sys.orig_argv = [sys.executable, "-m", "mlx_lm", *command["args"]]
+    sys.dont_write_bytecode = not command["bytecode"]
+    importlib.invalidate_caches()
     try:
         import sitecustomize  # noqa: F401
     except ImportError:
         pass
+    # As -m does, once site has run.
+    sys.path.insert(0, command["cwd"])
 
 
 del sys.path[0]  # the folder of this file
