@@ -159,7 +159,6 @@ def test_entries_go_with_their_model(engine, monkeypatch):
     assert switch(A, "a", None, "draft") == 0, "with a draft model it has other caches"
 
 
-@pytest.mark.guard("unreturned_weights")
 def test_a_former_model_is_emptied_before_the_next_is_loaded(engine):
     """Whoever still has it; but not where the switch fails before it is dropped, nor in a program's own thread."""
     seen = []
