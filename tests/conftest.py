@@ -11,6 +11,7 @@ from hypothesis import settings
 from kit import harness
 from kit.harness import LINES
 from shim.cli import tiny_model
+from shim.core.catalogue import GUARDS
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it puts into the background so, and each server of a test would inherit that.
@@ -28,7 +29,33 @@ def pytest_sessionfinish():
     harness.close_fork_servers()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--guard",
+        action="append",
+        choices=GUARDS,
+        metavar="NAME",
+        help="run only the tests marked with this guard, its controls included; may be given again",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if wanted := config.getoption("--guard"):
+        keep_marked(config, items, set(wanted))
+    spread_the_busy(items)
+
+
+def keep_marked(config, items, wanted):
+    """Keep the tests that show one of these guards, or are a control of one."""
+    kept, others = [], []
+    for item in items:
+        marks = (*item.iter_markers("guard"), *item.iter_markers("control"))
+        (kept if any(wanted & set(mark.args) for mark in marks) else others).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = kept
+
+
+def spread_the_busy(items):
     """Spread those that compute all the time among those that mostly wait, so that the cores are busy throughout."""
     busy = [item for item in items if item.path.stem == "test_hybrid_families"]
     others = [item for item in items if item not in busy]

@@ -60,6 +60,7 @@ def slow(faulty):
     return faulty(kind="none", delay=0.02)
 
 
+@pytest.mark.guard("exhausted_memory")
 def test_above_soft_nobody_new_is_let_in_until_it_is_less(line, slow, tmp_path):
     beside = Beside(line, slow, tmp_path, {"MLX_SHIM_MEMORY_SOFT": "600M"})
     with beside.start() as server:
@@ -89,6 +90,7 @@ def test_above_soft_nobody_new_is_let_in_until_it_is_less(line, slow, tmp_path):
         ]  # fmt: skip
 
 
+@pytest.mark.control("exhausted_memory")
 def test_control_without_the_guard_it_is_served_on(line, slow, tmp_path):
     environ = {
         "MLX_SHIM_MEMORY_SOFT": "600M",
@@ -104,6 +106,7 @@ def test_control_without_the_guard_it_is_served_on(line, slow, tmp_path):
             raise Inconclusive("without the guard it does not serve")
 
 
+@pytest.mark.guard("exhausted_memory")
 def test_above_soft_with_nobody_served_it_is_replaced(slow, tmp_path):
     beside = Beside(NEWEST, slow, tmp_path, {"MLX_SHIM_MEMORY_SOFT": "600M"}, grace=1)
     with beside.start() as server:
@@ -113,6 +116,7 @@ def test_above_soft_with_nobody_served_it_is_replaced(slow, tmp_path):
         assert "with nobody served, soft is 600.0 MiB" in server.text()
 
 
+@pytest.mark.guard("exhausted_memory")
 def test_above_hard_those_served_are_told_and_it_is_replaced(line, slow, tmp_path):
     beside = Beside(line, slow, tmp_path, {"MLX_SHIM_MEMORY_HARD": "600M"}, grace=2)
     with beside.start() as server:

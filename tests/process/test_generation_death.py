@@ -24,6 +24,7 @@ def verdict(server: Server) -> str:
     return line
 
 
+@pytest.mark.guard("generation_death")
 @pytest.mark.parametrize("killer", KILLER_REQUESTS)
 def test_a_request_that_kills_the_thread_ends_the_process(line, tiny, tmp_path, killer):
     body = KILLER_REQUESTS[killer]
@@ -39,6 +40,7 @@ def test_a_request_that_kills_the_thread_ends_the_process(line, tiny, tmp_path, 
         assert "Traceback (most recent call last)" in server.text()
 
 
+@pytest.mark.control("generation_death")
 @pytest.mark.parametrize("killer", KILLER_REQUESTS)
 @pytest.mark.parametrize("off", SWITCHES, ids=lambda x: next(iter(x)))
 def test_control_stock_stays_as_a_zombie(line, tiny, tmp_path, killer, off):
@@ -47,6 +49,8 @@ def test_control_stock_stays_as_a_zombie(line, tiny, tmp_path, killer, off):
         expect_zombie(server)
 
 
+@pytest.mark.guard("generation_death")
+@pytest.mark.control("generation_death")
 @pytest.mark.parametrize("kind", EXCEPTIONS)
 def test_a_model_that_raises_ends_the_process(line, faulty, tmp_path, kind):
     model = faulty(kind=kind)

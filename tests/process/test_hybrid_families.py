@@ -97,6 +97,8 @@ CASES = [
 ]
 
 
+@pytest.mark.guard("leaking_advance", "leaking_offset")
+@pytest.mark.control("leaking_advance")
 @pytest.mark.parametrize(("line", "family"), CASES)
 def test_a_family(line, family):
     ours, stock = run(line, family), run(line, family, **OFF)
@@ -145,6 +147,8 @@ CAP = """
 """
 
 
+@pytest.mark.guard("leaking_advance")
+@pytest.mark.control("leaking_advance")
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "lfm2"])
 def test_the_cap_in_small(line, family):

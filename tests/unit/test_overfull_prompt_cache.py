@@ -72,6 +72,7 @@ def batch_of(engine, nbytes):
     engine.batch = lambda: batch
 
 
+@pytest.mark.guard("overfull_prompt_cache")
 def test_the_limit_holds_after_each_insertion(engine):
     assert [insert(engine, 400) for _ in range(4)] == [400, 800, 800, 800]
     batch_of(engine, 500)
@@ -80,6 +81,7 @@ def test_the_limit_holds_after_each_insertion(engine):
     assert insert(engine, 100) == 0, "the batch has it all, and more"
 
 
+@pytest.mark.guard("overfull_prompt_cache")
 def test_an_entry_that_does_not_fit_pushes_out_no_others(engine, lines, monkeypatch):
     monkeypatch.setattr(overfull_prompt_cache.report, "once", lines.append)
     assert insert(engine, 300, 600, LIMIT + 1) == 900
@@ -90,6 +92,7 @@ def test_an_entry_that_does_not_fit_pushes_out_no_others(engine, lines, monkeypa
     assert insert(engine, 400) == 1000
 
 
+@pytest.mark.guard("overfull_prompt_cache")
 def test_beside_a_batch_that_grows(engine):
     insert(engine, 300, 600)
     for size, left in ((0, 900), (101, 600), (LIMIT, 0)):
@@ -131,6 +134,7 @@ def test_the_loop_keeps_no_hold_of_an_entry(engine):
         assert gone() is None
 
 
+@pytest.mark.guard("leftover_cache")
 def test_entries_go_with_their_model(engine, monkeypatch):
     provider, kept = engine.generator.model_provider, engine.generator.prompt_cache
 
