@@ -118,7 +118,7 @@ def test_a_family(line, family):
 
 @pytest.mark.parametrize("line", LINES)
 def test_no_family_is_forgotten(line):
-    assert LONG_RUNS <= set(CASES)
+    assert set(CASES) >= LONG_RUNS
     callers = {path.stem for path in modules(line).glob("*.py") if ".advance(" in path.read_text()}
     assert callers <= set(FAMILIES) | set(IMPOSSIBLE)
 
