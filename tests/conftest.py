@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from kit import harness
+from kit import harness, selection
 from kit.harness import LINES
 from shim.cli import tiny_model
 from shim.core.catalogue import GUARDS
@@ -37,35 +37,21 @@ def pytest_addoption(parser):
         metavar="NAME",
         help="run only the tests marked with this guard, its controls included; may be given again",
     )
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="run the unit tests, and of each guard a test and a control, on the newest line",
+    )
 
 
 def pytest_collection_modifyitems(config, items):
+    kept = list(items)
     if wanted := config.getoption("--guard"):
-        keep_marked(config, items, set(wanted))
-    spread_the_busy(items)
-
-
-def keep_marked(config, items, wanted):
-    """Keep the tests that show one of these guards, or are a control of one."""
-    kept, others = [], []
-    for item in items:
-        marks = (*item.iter_markers("guard"), *item.iter_markers("control"))
-        (kept if any(wanted & set(mark.args) for mark in marks) else others).append(item)
-    config.hook.pytest_deselected(items=others)
-    items[:] = kept
-
-
-def spread_the_busy(items):
-    """Spread those that compute all the time among those that mostly wait, so that the cores are busy throughout."""
-    busy = [item for item in items if item.path.stem == "test_hybrid_families"]
-    others = [item for item in items if item not in busy]
-    started = sum(
-        item.path.parent.name == "process" for item in others
-    )  # the tests that start servers come first
-    step = max(1, started // (len(busy) + 1))
-    for n, item in enumerate(busy):
-        others.insert(n * (step + 1), item)
-    items[:] = others
+        kept = selection.of_guards(kept, set(wanted))
+    if config.getoption("--quick"):
+        kept = selection.quick(kept)
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = selection.spread_the_busy(kept)
 
 
 @pytest.fixture(params=LINES)

@@ -58,16 +58,18 @@ class ForkServer:
         self,
         args: tuple[str, ...],
         *,
+        file: str | None = None,
         environ: dict[str, str],
         cwd: Path,
         log: Path,
         bytecode: bool = True,
     ) -> Child:
-        """Run `python -m mlx_lm ARGS`, with its output appended to `log`."""
+        """Run `python FILE ARGS`, else `python -m mlx_lm ARGS`, with its output appended to `log`."""
         number = next(self._numbers)
         forked = self._forked[number] = queue.Queue()
         self._send(
             id=number,
+            file=file,
             environ=environ,
             args=args,
             cwd=str(cwd),

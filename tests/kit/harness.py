@@ -77,6 +77,20 @@ def need(program: str) -> str:
     return path
 
 
+def run_program(
+    line: str, file: Path, *args: str, environ: dict[str, str], timeout: float = START
+) -> tuple[int, str]:
+    """The exit status of `python FILE ARGS` and what it wrote; its folder is the current one."""
+    log = file.with_suffix(".log")
+    log.touch()
+    child = fork_server(line).fork(args, file=str(file), environ=environ, cwd=file.parent, log=log)
+    try:
+        return child.wait(timeout), log.read_text(errors="replace")
+    finally:
+        if child.poll() is None:
+            child.kill_group()
+
+
 def free_port() -> int:
     """One that stays free until the server binds it: no other worker is given it, nor has a client's connection it."""
     for port in _PORTS:
@@ -136,8 +150,8 @@ class Server:
     """The stock server in a child process, under the shim unless `environ` says MLX_SHIM="0".
 
     `entry` is what follows the line's interpreter, or a command of its own; the server's arguments are appended. A
-    server started as `-m mlx_lm server` is the child of a fork server where nothing that it is given needs an
-    interpreter of its own; `fresh=True` asks for one, for tests of how a start goes or what a process takes.
+    server started as `-m mlx_lm server`, or by a file, is the child of a fork server where nothing that it is given needs
+    an interpreter of its own; `fresh=True` asks for one, for tests of how a start goes or what a process takes.
     """
 
     headers: Mapping[str, str] = MappingProxyType({})  # sent with every request
@@ -175,11 +189,14 @@ class Server:
             for name in given
             if name != "PYTHONPATH" and not name.startswith(("MLX_SHIM", "MLX_LM_"))
         }
-        special = prefix or stderr is not None or pass_fds or entry != _MODULE or early
+        file = entry[0] if entry[0].endswith(".py") else None
+        usual = entry == _MODULE or file
+        special = prefix or stderr is not None or pass_fds or not usual or early
         if forking and not (fresh or special or Path(line).is_absolute()):
             log.touch()
             self.process = fork_server(line).fork(
-                (*entry[2:], *args),
+                (*entry[1 if file else 2 :], *args),
+                file=file,
                 environ=variables,
                 cwd=cwd or log.parent,
                 log=log,

@@ -64,6 +64,7 @@ def converse(server):
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.guard("exhausted_memory")
 @pytest.mark.control("exhausted_memory")
 def test_many_conversations(line, big, outside, tmp_path):
@@ -108,6 +109,7 @@ def at_once(server):
     return [stream.join(120) for stream in streams]
 
 
+@pytest.mark.slow
 @pytest.mark.guard("exhausted_memory")
 @pytest.mark.control("exhausted_memory")
 def test_several_at_once(line, big, tmp_path):
@@ -187,6 +189,7 @@ class MemoryGroup:
         self.folder.rmdir()
 
 
+@pytest.mark.slow
 @pytest.mark.guard("exhausted_memory")
 @pytest.mark.control("exhausted_memory")
 def test_the_system_kills_stock_and_not_us(big, outside, tmp_path):

@@ -47,6 +47,23 @@ def test_it_sees_what_a_fresh_one_sees(line, stand_in, tmp_path):
     assert "MLX_SHIM_X" in seen[1]["environ"]
 
 
+def test_a_file_sees_what_a_fresh_one_sees(line, stand_in, tmp_path):
+    file = tmp_path / "program" / "program.py"
+    file.parent.mkdir()
+    file.write_text(
+        LOOKS + "\nprint(sorted(n for n in globals()), __file__, __spec__, flush=True)\n"
+    )
+    seen = []
+    for fresh in (True, False):
+        log = tmp_path / f"log-{fresh}"
+        with Server(
+            line, "m", log, entry=(str(file),), environ=stand_in, port=9, fresh=fresh
+        ) as server:
+            assert server.wait_exit() == 0, server.text()
+            seen.append([server.text(), json.loads((tmp_path / "seen.json").read_text())])
+    assert seen[0] == seen[1]
+
+
 def test_its_end_is_told_as_that_of_a_process(line, stand_in, tmp_path):
     (tmp_path / "mlx_lm" / "__main__.py").write_text("import time; time.sleep(600)")
     for number in (signal.SIGTERM, signal.SIGKILL):

@@ -75,6 +75,7 @@ def run(line, model, **environ):
     return json.loads(child.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.guard("pinned_batch")
 @pytest.mark.control("pinned_batch")
 @pytest.mark.parametrize("line", LINES)

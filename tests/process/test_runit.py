@@ -69,6 +69,7 @@ def script(port, model, environ):
     return text.replace("exec /", f"{exports}exec /")
 
 
+@pytest.mark.slow
 @pytest.mark.guard("generation_death", "stall", "grown_process", "abrupt_stop")
 @pytest.mark.usefixtures("killable")
 def test_whatever_its_status_it_comes_back_until_it_is_told_to_stay_down(faulty, tmp_path):

@@ -78,6 +78,7 @@ def beside(server, expected, name, victim):
     return given
 
 
+@pytest.mark.slow
 @pytest.mark.guard("shared_fault")
 def test_the_fault_of_one_is_its_own(line, padded, tmp_path):
     with Server(line, padded.path, tmp_path / "log", args=padded.args) as server:

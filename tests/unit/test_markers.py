@@ -184,3 +184,19 @@ def test_the_option_refuses_an_unknown_name_and_lists_the_accepted():
 def test_pytest_tells_of_both_marks():
     told = run_pytest("--markers").stdout
     assert all(f"@pytest.mark.{kind}(name, ...): " in told for kind in KINDS)
+
+
+def test_quick_has_a_test_and_a_control_of_each_guard_on_the_newest_line():
+    """But of those that only older releases need."""
+    collect = ["--collect-only", "-q", "--quick", "tests/process"]
+    child = subprocess.run(
+        [sys.executable, "-m", "pytest", *collect],
+        cwd=REPO,
+        env=clean_environ(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    kept = [line for line in child.stdout.splitlines() if "::" in line]
+    assert len(GUARDS) // 2 < len(kept) < 2 * len(GUARDS)
+    assert not [line for line in kept if "0.31.3" in line or "0.32.0" in line]

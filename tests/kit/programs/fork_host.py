@@ -2,8 +2,9 @@
 
 The interpreter of a line runs it. A line of stdin is a command in JSON:
 
-    {"id": ..., "environ": {...}, "args": [...], "cwd": ..., "log": ..., "bytecode": ...}
-        start `python -m mlx_lm ARGS` as a child; "bytecode" says whether it may write .pyc files
+    {"id": ..., "file": ..., "environ": {...}, "args": [...], "cwd": ..., "log": ..., "bytecode": ...}
+        start `python FILE ARGS` as a child, or where "file" is null `python -m mlx_lm ARGS`; "bytecode" says whether it
+        may write .pyc files
     {"kill": PID}
         end a child and its process group with SIGKILL
 
@@ -12,14 +13,17 @@ child goes on as Python does: it puts PYTHONPATH on sys.path, imports sitecustom
 stdin all children are ended.
 """
 
+import builtins
 import gc
 import importlib
 import json
 import os
+import pathlib
 import runpy
 import select
 import signal
 import sys
+import types
 
 LOOK = 0.05  # seconds between two looks for children that have ended
 
@@ -103,20 +107,33 @@ def become(command):
     os.environ.clear()
     os.environ.update(command["environ"])
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.argv = ["-m", *command["args"]]
-    sys.orig_argv = [sys.executable, "-m", "mlx_lm", *command["args"]]
+    program = [command["file"]] if command["file"] else ["-m", "mlx_lm"]
+    sys.argv = [program[0], *command["args"]]
+    sys.orig_argv = [sys.executable, *program, *command["args"]]
     sys.dont_write_bytecode = not command["bytecode"]
     importlib.invalidate_caches()
     try:
         import sitecustomize  # noqa: F401
     except ImportError:
         pass
-    # As -m does, once site has run.
-    sys.path.insert(0, command["cwd"])
+    # As Python does, once site has run.
+    file = command["file"]
+    sys.path.insert(0, str(pathlib.Path(file).parent) if file else command["cwd"])
+
+
+def run(file):
+    """As `python FILE` does: in a module of its own that is __main__."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __file__=file, __cached__=None, __annotations__={})
+    exec(compile(pathlib.Path(file).read_bytes(), file, "exec"), main.__dict__)
 
 
 del sys.path[0]  # the folder of this file
 warm()
 say(ready=True)
-become(serve())
-runpy.run_module("mlx_lm", run_name="__main__", alter_sys=True)
+started = serve()
+become(started)
+if started["file"]:
+    run(started["file"])
+else:
+    runpy.run_module("mlx_lm", run_name="__main__", alter_sys=True)
