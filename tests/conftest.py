@@ -16,6 +16,8 @@ from shim.core.catalogue import GUARDS
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it puts into the background so, and each server of a test would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup does so
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The same examples each time, so that a failure is one of the change; tests/bench/fuzz.py takes others.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)

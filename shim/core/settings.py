@@ -61,7 +61,8 @@ class Settings:
     )  # fmt: skip
     drain: float = _setting(
         "25s", "duration", parse_duration,
-        "asked to stop by SIGTERM or SIGINT, those in flight may finish within this; 0 is not to wait", "abrupt_stop",
+        "asked to stop by SIGTERM, SIGINT or SIGHUP, those in flight may finish within this; "
+        "0 is not to wait", "abrupt_stop",
     )  # fmt: skip
     recycle_requests: int = _setting(
         "0", "number", parse_count,

@@ -33,6 +33,8 @@ class Order:
     why: str
     status: int = fatal.STOPPED
     facts: dict[str, Any] | None = None
+    # Whether it ends a drain that is under way at once. An order that may come again does not.
+    hurries: bool = True
 
 
 on_begin: list[Callable[[], None]] = []  # called when a drain begins, in its thread
@@ -63,7 +65,10 @@ def start() -> None:
 
 
 def ask(order: Order) -> None:
-    """Have the process end. Asked once more to stop, it ends at once. May be called in a signal's handler."""
+    """Have the process end. Asked once more to stop, it ends at once, if that order hurries.
+
+    May be called in a signal's handler.
+    """
     _orders.put(order)
 
 
@@ -148,7 +153,7 @@ def _wait(order: Order) -> tuple[Order, bool]:
         except queue.Empty:
             continue
         if order.status == fatal.STOPPED == another.status:
-            if time.monotonic() < echo:
+            if not another.hurries or time.monotonic() < echo:
                 continue
             return order, True
         if another.status == fatal.STOPPED:

@@ -1,9 +1,12 @@
-"""SIGTERM cuts every answer in the middle; Ctrl-C aborts the process, or waits without end for a request served alone.
+"""SIGTERM, or a terminal that closes, cuts every answer; Ctrl-C aborts, or waits without end.
 
-Stock does not handle SIGTERM, and its handling of SIGINT ends in the interpreter's teardown beside live streams. Here
-the first of either lets those in flight finish, for at most MLX_SHIM_DRAIN, while new requests are told 503; those that
-could not are told, the generation thread ends as stock ends it, and the status is 0. A second one ends it at once. A
-signal that the program handles, or ignores, is the program's. Only a server that is run in the main thread is reached.
+Stock handles neither SIGTERM nor SIGHUP. Its handling of SIGINT waits for a request that is served
+alone, and ends in the interpreter's teardown beside live streams. Here the first of these signals
+lets those in flight finish, for at most MLX_SHIM_DRAIN, while new requests are told 503. Those that
+could not finish are told, the generation thread ends as stock ends it, and the status is 0. A
+second SIGTERM or SIGINT ends the process at once. A second SIGHUP does not: a terminal that closes
+may send several. A signal that the program handles, or ignores (nohup), is the program's. Only a
+server that is run in the main thread is reached.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ MODULE = "mlx_lm.server"
 _DEFAULTS: dict[int, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_DFL,
 }
 
 
@@ -34,6 +38,8 @@ LIVES_BY = {
 }
 # Where signals begin to be handled: the second for a program that calls it by itself.
 RUNS = ("run", "_run_http_server")
+_OUTPUTS = (1, 2)  # file descriptors
+_terminals: set[int] = set()  # those of them that were a terminal as the server began to run
 
 
 def probe(server: Any) -> str:
@@ -46,6 +52,7 @@ def probe(server: Any) -> str:
 
 def apply(server: Any) -> None:
     drain.install(server)
+    drain.on_begin.append(_let_go_of_the_terminal)
     for path in RUNS:
         patch.try_wrap(server, path, _handling)
 
@@ -74,10 +81,20 @@ def _install(asked: _Asked) -> list[int]:
     if threading.current_thread() is not threading.main_thread():
         return []  # Python lets nobody else
     drain.start()  # first: a signal that is handled must have somebody who acts on it
+    _terminals.update(fd for fd in _OUTPUTS if os.isatty(fd))
     ours = [number for number, default in _DEFAULTS.items() if signal.getsignal(number) == default]
     for number in ours:
         signal.signal(number, asked)
     return ours
+
+
+def _let_go_of_the_terminal() -> None:
+    """Called when a drain begins. Stock fails a request whose log line it cannot write."""
+    for fd in _terminals:
+        if not os.isatty(fd):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, fd)
+            os.close(nowhere)
 
 
 class _Asked:
@@ -91,4 +108,6 @@ class _Asked:
             signal.signal(number, _DEFAULTS[number])
             signal.raise_signal(number)
             return
-        drain.ask(drain.Order(signal.Signals(number).name))
+        name = signal.Signals(number).name
+        # The shell passes SIGHUP on to its jobs, and the system sends another when the shell ends.
+        drain.ask(drain.Order(name, hurries=number != signal.SIGHUP))

@@ -1,16 +1,21 @@
-"""SIGTERM and SIGINT let those in flight finish, tell the rest, and end with 0; a second one does not wait."""
+"""SIGTERM, SIGINT, SIGHUP let those in flight finish, tell the rest, and end with 0."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
+import os
+import pty
 import signal
+import sys
 import textwrap
 import threading
 import time
 
 import pytest
 
-from kit.harness import NEWEST, Inconclusive, Server, wait_until
+from kit.harness import NEWEST, Inconclusive, Server, need, wait_until
 from kit.streams import Stream
 
 OFF = {"MLX_SHIM_ABRUPT_STOP": "0"}
@@ -311,3 +316,109 @@ def test_a_body_that_is_on_its_way_is_served(faulty, tmp_path):
         model.hurry()
         assert stream.join().done
         assert server.wait_exit(30) == 0
+
+
+# Takes the terminal on stderr as the controlling one of its session, then becomes the server.
+IN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(2, termios.TIOCSCTTY, 0)
+os.dup2(2, 0)
+os.dup2(2, 1)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+class Terminal:
+    """A terminal of which the test reads all that is written to it, until it closes."""
+
+    def __init__(self):
+        self.master, self.slave = pty.openpty()
+        self.text = b""
+        self._closing = False
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self):
+        os.set_blocking(self.master, False)
+        while not self._closing:
+            with contextlib.suppress(OSError):
+                self.text += os.read(self.master, 65536)
+            time.sleep(0.02)
+
+    def start(self, line, model, log, **more):
+        server = Server(
+            line, model.path, log, args=model.args, prefix=(sys.executable, "-c", IN_TERMINAL),
+            stderr=self.slave, **more,
+        )  # fmt: skip
+        os.close(self.slave)
+        return server
+
+    def close(self):
+        self._closing = True
+        self._thread.join()
+        os.close(self.master)
+
+
+def said_of(server):
+    """The status in /health; None where the answer is cut, as before the signal is heeded."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        return server.get("/health")[1]["status"]
+
+
+@pytest.mark.guard("abrupt_stop")
+def test_a_terminal_that_closes(line, faulty, tmp_path):
+    """Those in flight finish, newcomers are refused, though stock cannot write its log lines."""
+    model = faulty(kind="none", delay=0.03)
+    terminal = Terminal()
+    with terminal.start(line, model, tmp_path / "log") as server:
+        streams = start(server.ready(), 2, max_tokens=400)
+        queued = Stream(server, {"prompt": "alone", "max_tokens": 5, "seed": 1})
+        assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 3, 10)
+        terminal.close()
+        assert wait_until(lambda: said_of(server) == "draining", 10)
+        assert server.post({"prompt": "new"})[0] == 503
+        model.hurry()
+        assert [s.join().done for s in (*streams, queued)] == [True] * 3
+        assert server.wait_exit(30) == 0
+
+
+@pytest.mark.control("abrupt_stop")
+def test_control_a_terminal_that_closes_cuts_every_stream(line, faulty, tmp_path):
+    model = faulty(kind="none", delay=0.03)
+    terminal = Terminal()
+    with terminal.start(line, model, tmp_path / "log", environ=OFF) as server:
+        streams = start(server.ready(), 2, max_tokens=LONG)
+        terminal.close()
+        status = server.wait_exit(30)
+        whole = sum(s.join().done for s in streams)
+        if status != -signal.SIGHUP or whole:
+            raise Inconclusive(f"stock ended with {status}, and {whole} streams were whole")
+
+
+@pytest.mark.guard("abrupt_stop")
+def test_sighup_that_comes_twice(line, faulty, tmp_path):
+    """From a shell that passes it on, and from the system when the shell has ended."""
+    model = faulty(kind="none", delay=0.03)
+    entry = with_drain(tmp_path, "ECHO", 0.0)
+    with Server(line, model.path, tmp_path / "log", args=model.args, entry=entry) as server:
+        (stream,) = start(server.ready(), 1, max_tokens=400)
+        ask(server, signal.SIGHUP)
+        assert wait_until(lambda: "a second signal ends it at once" in server.text(), 10)
+        ask(server, signal.SIGHUP)
+        time.sleep(0.5)
+        model.hurry()
+        assert stream.join().done
+        assert server.wait_exit(30) == 0
+        assert "SIGHUP; in flight: 1 finished, 0 cut short" in last_line(server)
+
+
+@pytest.mark.guard("abrupt_stop")
+def test_sighup_stays_ignored_under_nohup(line, tiny, tmp_path):
+    prefix = (need("nohup"),)
+    with Server(line, tiny, tmp_path / "log", prefix=prefix) as server:
+        ask(server.ready(), signal.SIGHUP)
+        time.sleep(1)
+        assert server.post({"prompt": "x", "max_tokens": 1})[0] == 200
+        ask(server, signal.SIGTERM)
+        assert server.wait_exit(30) == 0
+        assert "SIGTERM; in flight: 0 finished, 0 cut short" in last_line(server)

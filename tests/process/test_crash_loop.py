@@ -145,6 +145,29 @@ def refused_with_retry_after(server):
     connection.close()
 
 
+@pytest.mark.guard("crash_loop", "abrupt_stop")
+@pytest.mark.control("abrupt_stop")
+@pytest.mark.parametrize("guard", ["on", "off"])
+def test_a_terminal_that_closes_is_no_death(guard, line, tiny, tmp_path):
+    """Without abrupt_stop it cannot be told from a crash."""
+    place = Place(tmp_path, line, tiny, "1/10m")
+    environ = {"MLX_SHIM_ABRUPT_STOP": "0"} if guard == "off" else {}
+    with place.start(**environ) as server:
+        server.ready()
+        assert wait_until(lambda: place.state()["run"][0] == "up", 30)
+        server.process.send_signal(signal.SIGHUP)
+        assert server.wait_exit(30) == (0 if guard == "on" else -signal.SIGHUP)
+    with place.start() as server:
+        if guard == "off":
+            assert wait_until(lambda: health(server)[1]["status"] != "loading", 60)
+            if health(server)[1]["status"] != "breaker":
+                raise Inconclusive("SIGHUP was no death without the guard")
+            return
+        server.ready()
+        assert "before the model is loaded" not in server.text()
+    assert place.statuses() == []
+
+
 ENDS = """
 import os, pathlib, sys, time
 from mlx_lm import server

@@ -71,6 +71,21 @@ def test_an_echo_of_the_first_is_none(ended, engine, monkeypatch):
     assert time.monotonic() - began >= 0.6
 
 
+def test_a_terminal_that_closes_hurries_nothing(ended, engine, monkeypatch):
+    """The shell passes SIGHUP on, and the system sends another: no one asks for haste."""
+    monkeypatch.setattr(settings, "current", settings.Settings(drain=0.6, exit_grace=0.01))
+    monkeypatch.setattr(drain, "ECHO", 0.0)
+    engine.serving[1] = 0.0
+    orders = []
+    with monkeypatch.context() as patched:
+        patched.setattr(drain, "ask", orders.append)
+        for _ in range(2):
+            abrupt_stop._Asked(os.getpid())(signal.SIGHUP, None)
+    began = time.monotonic()
+    assert ended(*orders)[:2] == (0, "SIGHUP; in flight: 0 finished, 1 cut short")
+    assert time.monotonic() - began >= 0.6
+
+
 def test_nor_is_an_echo_in_a_drain_that_was_for_something_else(ended, engine, monkeypatch):
     """It was to be replaced; a stop comes later, and twice, as it does from `timeout`."""
     monkeypatch.setattr(settings, "current", settings.Settings(drain=1.0, exit_grace=0.01))
