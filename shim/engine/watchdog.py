@@ -17,18 +17,27 @@ from .state import engine
 POLL = 0.2  # seconds between two looks
 
 _checks: list[Callable[[], None]] = []
+_first_checks: list[Callable[[], None]] = []
 _start_once = threading.Lock()
 
 
-def add(check: Callable[[], None]) -> None:
-    """Have `check` called in the watchdog's thread every POLL seconds."""
+def add(check: Callable[[], None], *, first: bool = False) -> None:
+    """Have `check` called in the watchdog's thread every POLL seconds.
+
+    With `first` it is also called before anything of the server runs, in the thread that starts it.
+    """
     _checks.append(check)
+    if first:
+        _first_checks.append(check)
 
 
 def start() -> None:
     """Start the thread, once."""
     if _start_once.acquire(blocking=False):
+        # The thread comes first: what is armed here needs it.
         threading.Thread(target=_run, name="mlx-shim-watchdog", daemon=True).start()
+        for check in _first_checks:
+            _framed(check)
 
 
 def _run() -> None:
@@ -39,12 +48,18 @@ def _run() -> None:
             # A longer gap means that this thread did not run either: the process was suspended, or the machine slept.
             engine.clock += min(now - before, 2 * POLL)
         before = now
-        for check in list(_checks):
-            try:
-                check()
-            except Exception as error:
-                _checks.remove(check)
-                report.failed(
-                    check.__module__.rpartition(".")[2],
-                    f"its check failed and is off from now on: {error!r}",
-                )
+        # Of a copy: a check that fails is taken out.
+        for check in _checks.copy():
+            _framed(check)
+
+
+def _framed(check: Callable[[], None]) -> None:
+    try:
+        check()
+    except Exception as error:
+        if check in _checks:
+            _checks.remove(check)
+        report.failed(
+            check.__module__.rpartition(".")[2],
+            f"its check failed and is off from now on: {error!r}",
+        )

@@ -1,8 +1,9 @@
-"""The interpreter itself stands still: native code holds the GIL and no Python thread, the watchdog included, runs.
+"""The interpreter itself stands still: native code holds the GIL, and no Python thread runs.
 
-Only a C thread can act then. Here faulthandler's, armed for MLX_SHIM_GIL_DEADLINE and re-armed by the watchdog, dumps all
-stacks and ends the process with status 1. There is one such timer in a process; where the program uses it itself,
-it stays the program's.
+That includes the watchdog. Only a C thread can act then. Here faulthandler's dumps all stacks and
+ends the process with status 1. It is armed for MLX_SHIM_GIL_DEADLINE before the server begins to
+load its model, and re-armed by the watchdog. There is one such timer in a process; where the
+program uses it itself, it stays the program's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MODULE = "mlx_lm.server"
 SETTINGS = ("gil_deadline",)
 
 _armed_at = 0.0
-_ours = 0  # the thread whose call to faulthandler is our own, while it makes one
+_own = threading.local()  # .call: whether this thread's call to faulthandler is our own
 _foreign = False
 
 
@@ -34,11 +35,11 @@ def probe(server: Any) -> None:
 def apply(server: Any) -> None:
     patch.wrap(faulthandler, "dump_traceback_later", _somebody_arms)
     patch.wrap(faulthandler, "cancel_dump_traceback_later", _somebody_cancels)
-    watchdog.add(_rearm)
+    watchdog.add(_rearm, first=True)
 
 
 def _rearm() -> None:
-    """Called by the watchdog. Re-arming starts a thread (50 µs), so not at every look."""
+    """Called as a server starts, then by the watchdog. Arming takes 50 µs: not at every look."""
     global _armed_at
     deadline = settings.current.gil_deadline
     if _foreign:
@@ -57,17 +58,20 @@ def _rearm() -> None:
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> None:
-    global _ours
-    _ours = threading.get_ident()
+    _own.call = True
     try:
         function(*args, **kwargs)
     finally:
-        _ours = 0
+        _own.call = False
+
+
+def _is_own() -> bool:
+    return getattr(_own, "call", False)
 
 
 def _somebody_arms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     global _foreign
-    if _ours != threading.get_ident() and not _foreign:
+    if not _is_own() and not _foreign:
         _foreign = True
         report.line(
             "the program uses faulthandler.dump_traceback_later itself: MLX_SHIM_GIL_DEADLINE is not watched"
@@ -77,7 +81,7 @@ def _somebody_arms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _somebody_cancels(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     global _foreign
-    if _ours != threading.get_ident() and _foreign:
+    if not _is_own() and _foreign:
         _foreign = False
         report.line(
             "the program has given faulthandler's timer back: MLX_SHIM_GIL_DEADLINE is watched again"

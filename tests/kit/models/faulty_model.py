@@ -1,9 +1,11 @@
 """A tiny llama that misbehaves in its forward pass, as real models have: mlx_lm loads it as the folder's `model_file`.
 
-config.json holds {"fault": {"kind": KIND, "trigger": PATH, ...}}: the fault happens once the file PATH exists. `delay`,
-`prefill_delay` and `load_delay` are seconds, and none of them is waited for once the file `hurried` exists; with `once`
-the file holds the kind and is taken away; `count` has each forward add a byte to the file `counted`. Each load adds one
-to the file `loaded`.
+config.json holds {"fault": {"kind": KIND, "trigger": PATH, ...}}: the fault happens once the file
+PATH exists. `delay`, `prefill_delay` and `load_delay` are seconds, and none of them is waited for
+once the file `hurried` exists; `load_native` is a number of seconds in native code while it loads,
+with the GIL held where `load_holds_gil` says so; with `once` the file holds the kind and is taken
+away; `count` has each forward add a byte to the file `counted`. Each load adds one to the file
+`loaded`.
 """
 
 import ctypes
@@ -55,6 +57,9 @@ class Model(llama.Model):
         self._fault = args.fault
         with Path(self._fault["loaded"]).open("a") as loaded:
             loaded.write(".")
+        library = ctypes.PyDLL if self._fault.get("load_holds_gil") else ctypes.CDLL
+        if native := self._fault.get("load_native"):
+            library(None).sleep(native)
         deadline = time.monotonic() + self._fault.get("load_delay", 0)
         while time.monotonic() < deadline and not self._hurried:
             time.sleep(0.02)
