@@ -41,6 +41,7 @@ GUARDS = (
     "any_model",
     "endless_wait",
     "abrupt_stop",
+    "deserted_server",
     "grown_process",
     "overwired_memory",
     "hoarded_buffers",

@@ -64,6 +64,11 @@ class Settings:
         "asked to stop by SIGTERM, SIGINT or SIGHUP, those in flight may finish within this; "
         "0 is not to wait", "abrupt_stop",
     )  # fmt: skip
+    parent: bool = _setting(
+        "0", "switch", parse_switch,
+        "1: the server drains when the process that started it is gone, such as an app or a shell",
+        "deserted_server",
+    )  # fmt: skip
     recycle_requests: int = _setting(
         "0", "number", parse_count,
         "after so many requests the process ends with 75 when it is idle, at twice as many by draining; 0 is never",
