@@ -48,7 +48,8 @@ def apply(server: Any) -> None:
 def _check(entry: Entry) -> None:
     try:
         gone = entry.handler is not None and _is_gone(entry.handler.connection)
-    except OSError:  # no free descriptor for a kqueue: that must not fail a request
+    # No free descriptor for a kqueue: that must not fail a request.
+    except OSError:
         return
     if gone:
         entry.outcome = "abandoned"
@@ -59,11 +60,13 @@ def _is_gone(connection: socket.socket) -> bool:
     """Whether the peer has closed its side, even if what it sent before is still unread."""
     if connection.fileno() < 0:
         return True
-    if hasattr(select, "POLLRDHUP"):  # Linux
+    # Linux has it, macOS does not.
+    if hasattr(select, "POLLRDHUP"):
         poller = select.poll()
         poller.register(connection, select.POLLRDHUP)
         return bool(poller.poll(0))
-    bsd: Any = select  # macOS has kqueue, and no POLLRDHUP
+    # Only macOS and the BSDs have kqueue, so its type is not known here.
+    bsd: Any = select
     queue = bsd.kqueue()
     try:
         event = bsd.kevent(connection.fileno(), bsd.KQ_FILTER_READ, bsd.KQ_EV_ADD)

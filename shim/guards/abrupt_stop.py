@@ -73,8 +73,10 @@ def _handling(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _install(asked: _Asked) -> list[int]:
     if threading.current_thread() is not threading.main_thread():
-        return []  # Python lets only the main thread set handlers
-    drain.start()  # first: a handled signal needs the thread that acts on it
+        # Python lets only the main thread set handlers.
+        return []
+    # Before the handlers are set: a handled signal needs the thread that acts on it.
+    drain.start()
     ours = [number for number, default in _DEFAULTS.items() if signal.getsignal(number) == default]
     for number in ours:
         signal.signal(number, asked)
@@ -88,7 +90,8 @@ class _Asked:
         self._pid = pid
 
     def __call__(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._pid:  # in a forked child, which has no thread of the shim
+        # In a forked child, which has no thread of the shim.
+        if os.getpid() != self._pid:
             signal.signal(number, _DEFAULTS[number])
             signal.raise_signal(number)
             return

@@ -60,7 +60,8 @@ def probe(server: Any) -> None:
         load(provider, os.devnull)
     except _Dropped:
         return
-    except (OSError, ValueError):  # stock tried to open /dev/null/config.json
+    # Stock tried to open /dev/null/config.json.
+    except (OSError, ValueError):
         if provider.model_key == former:
             raise Retired("a load that fails leaves the loaded model") from None
     except Exception as error:
@@ -106,7 +107,8 @@ class _Checking:
         if provider.model_key is None and key == model_names.default_key(
             provider, self.description
         ):
-            return  # that model is being loaded, or no loaded model can be lost
+            # That model is being loaded, or no loaded model can be lost.
+            return
         _check_files(provider, key)
 
 
@@ -147,7 +149,8 @@ def _restore(provider: Any, former: model_names.Key, error: BaseException) -> No
     provider.model_key = None
     name = model_names.quote_name(former[0])
     try:
-        provider._load(*former)  # with all wrappers, so that the engine sees this load
+        # With all wrappers, so that the engine sees this load.
+        provider._load(*former)
     except Exception as again:
         _release(again)
         report.line(f"the model {name} could not be loaded again, no model is loaded: {again!r}")

@@ -36,8 +36,8 @@ def probe(server: Any) -> None:
 
 
 def apply(server: Any) -> None:
-    patch.wrap(faulthandler, "dump_traceback_later", _somebody_arms)
-    patch.wrap(faulthandler, "cancel_dump_traceback_later", _somebody_cancels)
+    patch.wrap(faulthandler, "dump_traceback_later", _program_arms)
+    patch.wrap(faulthandler, "cancel_dump_traceback_later", _program_cancels)
     watchdog.add(_rearm)
 
 
@@ -68,7 +68,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> None:
         _ours = 0
 
 
-def _somebody_arms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def _program_arms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     global _foreign
     if _ours != threading.get_ident() and not _foreign:
         _foreign = True
@@ -79,7 +79,7 @@ def _somebody_arms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 
-def _somebody_cancels(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def _program_cancels(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     global _foreign
     if _ours != threading.get_ident() and _foreign:
         _foreign = False

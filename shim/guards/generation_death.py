@@ -80,7 +80,8 @@ def _looping(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         result = wrapped(*args, **kwargs)
     except BaseException as error:
         if anatomy.is_asked_to_stop(instance):
-            raise  # during an orderly stop stock shows what goes wrong
+            # During an orderly stop stock shows what goes wrong.
+            raise
         _die(error)
     if _is_no_stop(instance):
         _die(None)
@@ -95,7 +96,8 @@ def _is_no_stop(generator: Any) -> bool:
     if anatomy.is_asked_to_stop(generator):
         return False
     if not anatomy.is_stock(generator) and anatomy.read(generator, "_generation_failed") is False:
-        return False  # a program's own loop, which ends as the program likes: stock caught nothing
+        # A program's own loop, which ends as the program likes: stock caught nothing.
+        return False
     return facts.has("asked to stop") or anatomy.is_serving()
 
 
@@ -117,7 +119,8 @@ def _is_generation(args: Any) -> bool:
 
     Never by the thread's name: other programs use those names too.
     """
-    thread = args.thread  # None where a program calls the hook itself
+    # None where a program calls the hook itself.
+    thread = args.thread
     generation = [engine.generating, *map(anatomy.thread_of, engine.living())]
     if thread is not None and any(thread is known for known in generation):
         return True
@@ -153,7 +156,8 @@ def _die(error: BaseException | None, show: Any = None) -> NoReturn:
     what = "its loop returned"
     if error is not None:
         what = f"{type(error).__name__}: {report.one_line(error)}"
-    if engine.draining and engine.rank:  # all ranks were asked to stop, and rank 0 ended first
+    # All ranks were asked to stop, and rank 0 ended first.
+    if engine.draining and engine.rank:
         why = f"rank {engine.rank} has no other rank left to work with: {what}"
         fatal.exit_orderly(fatal.STOPPED, why)
     status, reason = fatal.EX_SOFTWARE, f"the generation thread died: {what}"
@@ -167,7 +171,8 @@ def _die(error: BaseException | None, show: Any = None) -> NoReturn:
 
 def _show(error: BaseException) -> None:
     """Show the traceback by the current hook, a crash reporter's for example, as if uncaught."""
-    if isinstance(error, SystemExit):  # hooks ignore it
+    # Hooks ignore it.
+    if isinstance(error, SystemExit):
         traceback.print_exception(error)
         return
     died = (type(error), error, error.__traceback__, threading.current_thread())

@@ -93,7 +93,8 @@ class _Recycling:
         self._looked = 0.0
         # Whether the footprint with the model loaded is known.
         self._begun = False
-        self._at_start = 0  # that footprint, in bytes
+        # That footprint, in bytes.
+        self._at_start = 0
 
     def __call__(self) -> None:
         now = time.monotonic()
@@ -102,7 +103,8 @@ class _Recycling:
         self._looked = now
         try:
             self._look()
-        except OSError as error:  # no free file descriptor, for example: the next look may work
+        # No free file descriptor, for example: the next look may work.
+        except OSError as error:
             report.once(f"recycling: the footprint cannot be read: {error!r}")
 
     def _look(self) -> None:
@@ -149,7 +151,8 @@ class _Recycling:
 def _held() -> int | None:
     try:
         return footprint()
-    except OSError:  # no free file descriptor, for example: one more reason to be replaced
+    # No free file descriptor, for example: one more reason to be replaced.
+    except OSError:
         return None
 
 

@@ -63,7 +63,8 @@ def _advance(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     # Once a token and layer: no patch.given, which takes longer.
     n = args[0] if args else kwargs.get("N")
     if type(n) is not int:
-        return wrapped(*args, **kwargs)  # an array: stock's own subtraction, through the fields
+        # An array: stock's own subtraction, through the fields.
+        return wrapped(*args, **kwargs)
     for name in FIELDS:
         getattr(type(instance), name).move(instance, -n)
     return None

@@ -71,7 +71,8 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     instance.rfile = checked = _Body(instance)
     try:
         wrapped(*args, **kwargs)
-        if not checked.asked_for:  # stock has answered that there is no such path
+        # Stock has answered that there is no such path.
+        if not checked.asked_for:
             answers.read_out(instance.connection)
     except ShimError as error:
         answers.refuse(instance, error)

@@ -36,7 +36,8 @@ def parse(raw: bytes) -> dict[str, Any]:
         raise ShimError(
             400, "invalid_json", f"the body is nested too deep; accepted: {MOST_LEVELS} levels"
         ) from None
-    except ValueError as error:  # JSONDecodeError, or an integer with more digits than Python reads
+    # JSONDecodeError, or an integer with more digits than Python reads.
+    except ValueError as error:
         raise ShimError(400, "invalid_json", f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise ShimError(
@@ -105,7 +106,8 @@ def _inner(top: str, outer: Any) -> Iterator[tuple[str, Any]]:
             _encodable(top or key, key)
             yield from _inner(top or key, [item])
         return
-    for item in outer:  # it may hold millions of numbers
+    # It may hold millions of numbers.
+    for item in outer:
         kind = item.__class__
         if kind is str:
             _encodable(top, item)

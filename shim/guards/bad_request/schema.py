@@ -146,7 +146,8 @@ def _stream_options(name: str, value: Any) -> None:
 
 
 def _tools(name: str, value: Any) -> None:
-    if value == {}:  # stock takes it as no tools
+    # To stock this means that there are no tools.
+    if value == {}:
         return
     _typed("a list of objects, or null", list, type(None))(name, value)
     for index, tool in enumerate(value or []):
@@ -207,7 +208,8 @@ def _content(where: str, content: Any) -> None:
 
 def _tool_calls(where: str, calls: Any) -> None:
     """`arguments` is JSON in a string, as in OpenAI's API, or an object."""
-    if not calls:  # stock takes any false value as no calls
+    # To stock any false value means that there are no calls.
+    if not calls:
         return
     _typed("a list of objects, or null", list)(where, calls)
     for index, call in enumerate(calls):

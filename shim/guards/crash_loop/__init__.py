@@ -101,7 +101,8 @@ def _before(provider: Any) -> Journal:
         _journal.post(_journal.note_loading)
         return _journal
     arguments = anatomy.arguments_of(provider)
-    rank = engine.rank  # of several machines, or processes, that share a model
+    # Which one of several machines, or processes, that share a model.
+    rank = engine.rank
     named = [getattr(arguments, name, None) for name in ("host", "port", "model")]
     setting, name = settings.current.state_dir, state_file.key(*named, *([rank] if rank else []))
     journal = _journal = Journal(lambda: StateFile(state_file.folder(setting), name))
@@ -129,7 +130,8 @@ def wait(why: str, seconds: float, over: Callable[[], bool] = lambda: False) -> 
     Meanwhile the server answers, and the wait does not count as a stall.
     """
     engine.start_wait = hold = Hold(why, time.monotonic() + seconds)
-    engine.loading += 1  # stops the engine's clock
+    # Stops the engine's clock.
+    engine.loading += 1
     try:
         while (left := hold.until - time.monotonic()) > 0 and not engine.closing and not over():
             threading.Event().wait(min(left, WAIT_POLL))

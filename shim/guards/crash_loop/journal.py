@@ -51,7 +51,8 @@ class Journal:
         outcome = self._keeper.post(lambda: self._framed(job))
         try:
             return outcome.result(limit) if limit and not self._late else None
-        except futures.TimeoutError:  # not the builtin TimeoutError on Python 3.10
+        # Not the builtin TimeoutError on Python 3.10.
+        except futures.TimeoutError:
             self._late = True
             report.line(
                 f"the folder of MLX_SHIM_STATE_DIR has not answered for {limit:g} s: "
@@ -120,7 +121,8 @@ class Journal:
         self._note(UP)
 
     def _note(self, phase: str) -> None:
-        if not engine.closing:  # else its end was noted
+        # Else its end was noted.
+        if not engine.closing:
             self.state = replace(self.state, run=Run(phase, self._now()))
             self.save()
 

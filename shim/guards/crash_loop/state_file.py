@@ -126,7 +126,8 @@ def folder(setting: str) -> Path:
 
 def _home() -> Path:
     home = Path.home()
-    if not home.is_absolute() or home == home.parent:  # an empty HOME is / to Python
+    # An empty HOME is / to Python.
+    if not home.is_absolute() or home == home.parent:
         raise RuntimeError("the user has no home folder")
     return home
 

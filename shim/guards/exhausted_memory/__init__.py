@@ -101,7 +101,8 @@ class _Guard:
         self._looked = now
         try:
             self._look(now)
-        except OSError as error:  # no free file descriptor, for example: the next look may work
+        # No free file descriptor, for example: the next look may work.
+        except OSError as error:
             report.once(f"memory: what is in use cannot be read: {error!r}")
         except Exception:
             # The watchdog drops a look that fails, and nothing else would end the refusal.
@@ -111,7 +112,8 @@ class _Guard:
     def _look(self, now: float) -> None:
         usage = engine.memory = self.trimmer.measure(now, self.soft, self.hard)
         self.soft.judge(usage, now, above_hard=self.hard.is_crossed(usage))
-        if self.hard.size and not engine.rank:  # only rank 0 knows whose requests they are
+        # Only rank 0 knows whose requests they are.
+        if self.hard.size and not engine.rank:
             self.hard.judge(usage, now)
 
     def next_request(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

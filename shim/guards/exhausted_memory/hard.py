@@ -41,7 +41,8 @@ class HardLimit(Limit):
                 f"memory: {describe(usage)}, hard is {hard}: new requests are 503 until it is less"
             )
             engine.memory_error = engine.memory_error or memory_pressure()
-            return  # the soft limit has just asked for a trim: the next look comes after it
+            # The soft limit has just asked for a trim: the next look comes after it.
+            return
         # Until the generation thread lets go of the request, its memory cannot be free.
         waiting = self._ended is not None and _is_held(self._ended)
         if self._ended is not None and not waiting:

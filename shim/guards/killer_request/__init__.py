@@ -76,12 +76,14 @@ class _Rehearsal:
             return self._rehearse(instance, result, tokenizer, asked)
         except ShimError:
             raise
-        except Exception as error:  # a mistake of the shim must not refuse a request
+        # A mistake of the shim must not refuse a request.
+        except Exception as error:
             report.once(f"killer_request cannot rehearse a request: {_what(error)}")
             return result
 
     def _rehearse(self, instance: Any, result: Any, tokenizer: Any, asked: Any) -> Any:
-        flat = isinstance(result, list)  # before 0.31.2 it is the prompt alone
+        # Before 0.31.2 it is the prompt alone.
+        flat = isinstance(result, list)
         try:
             prompt, segments, kinds, state, *rest = (result, [result], None, "") if flat else result
         except (TypeError, ValueError) as error:
@@ -170,7 +172,8 @@ def _check_ids(asked: Any, rows: int | None) -> None:
 def _check_sampling(sampling: Any, rows: int | None) -> None:
     """Refuse what stock's sampler refuses only when it first runs, in the model's step."""
     if not sampling.temperature:
-        return  # greedy: stock does not look at the other values
+        # Greedy: stock does not look at the other values.
+        return
     if rows is not None and sampling.top_k >= rows:
         accepted = f"0 to {rows - 1}, the model's tokens less one"
         raise invalid("top_k", f"top_k is {sampling.top_k}; accepted: {accepted}")
