@@ -78,7 +78,7 @@ def _load_default(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     except Exception as error:
         report.line(f"crash_loop failed, the model is loaded at once: {error!r}")
         if _journal is not None:
-            # Without this note a death of this run would count as that of a run that only waited.
+            # Without this note this run, if it dies, would count as one that had only waited.
             _journal.post(_journal.note_loading)
     if engine.closing:
         if engine.generator is not None and not engine.distributed:

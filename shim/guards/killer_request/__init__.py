@@ -70,9 +70,9 @@ class _Rehearsal:
         except BaseException as panic:
             told = f"the request cannot be turned into a prompt: {type(panic).__name__}"
             raise ShimError(400, "invalid_request", told) from panic
-        tokenizer = patch.given(wrapped, args, kwargs, "tokenizer", 0)
-        asked = patch.given(wrapped, args, kwargs, "args", 2)
         try:
+            tokenizer = patch.given(wrapped, args, kwargs, "tokenizer", 0)
+            asked = patch.given(wrapped, args, kwargs, "args", 2)
             return self._rehearse(instance, result, tokenizer, asked)
         except ShimError:
             raise
@@ -82,7 +82,7 @@ class _Rehearsal:
             return result
 
     def _rehearse(self, instance: Any, result: Any, tokenizer: Any, asked: Any) -> Any:
-        # Before 0.31.2 it is the prompt alone.
+        # Before 0.31.2 the result is the prompt alone.
         flat = isinstance(result, list)
         try:
             prompt, segments, kinds, state, *rest = (result, [result], None, "") if flat else result
