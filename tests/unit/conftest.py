@@ -15,6 +15,9 @@ from shim.engine import drain, facts, queues
 from shim.engine import state as engine_module
 from shim.engine.state import Engine
 from shim.guards import exhausted_memory, stall
+from shim.guards.exhausted_memory import hard as hard_module
+from shim.guards.exhausted_memory import limit, trim
+from shim.guards.exhausted_memory import soft as soft_module
 from shim.guards.request_forgery import image_fetch
 
 _MIB = 2**20
@@ -158,7 +161,8 @@ def shim(capsys, monkeypatch):
 @pytest.fixture
 def guard(engine, lines, monkeypatch):
     """A guard with soft 800 and hard 1000 MiB. `look(mib)` has it look a second later; `.orders` are those to the drain."""
-    monkeypatch.setattr(exhausted_memory, "engine", engine)
+    for module in (exhausted_memory, soft_module, hard_module, limit, trim):
+        monkeypatch.setattr(module, "engine", engine)
     clock, orders, critical = [1000.0], [], [False]
     monkeypatch.setattr(exhausted_memory, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(memory, "give_back", lambda: None)

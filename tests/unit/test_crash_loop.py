@@ -41,7 +41,7 @@ def start(engine, monkeypatch, tmp_path, clock, lines):
     monkeypatch.setattr(crash_loop, "engine", engine)
     monkeypatch.setattr(settings, "current", settings.Settings(breaker=LIMIT))
     monkeypatch.setattr(journal_module, "JITTER", 0.0)
-    monkeypatch.setattr(journal_module, "TICK", 3600.0)  # the test looks itself
+    monkeypatch.setattr(journal_module, "LOOK_INTERVAL", 3600.0)  # the test looks itself
     held: list[StateFile] = []
 
     def make():
@@ -97,8 +97,8 @@ def test_a_wait_is_drawn_a_little_longer_but_not_beyond_the_longest(start, clock
     clock[0] += 4
     assert start()[1] == pytest.approx(7), "what is left, and not longer for being drawn again"
     die(start, 9)
-    assert start()[1] == pytest.approx(backoff.LONGEST)
-    assert start()[1] <= backoff.LONGEST
+    assert start()[1] == pytest.approx(backoff.LONGEST_WAIT)
+    assert start()[1] <= backoff.LONGEST_WAIT
 
 
 def test_what_is_drawn(start, monkeypatch):
@@ -134,7 +134,7 @@ def test_it_is_seen_once_a_minute_with_what_it_holds(start, clock, monkeypatch):
     clock[0] += 100
     do(journal, journal.look)
     assert journal._file.read().run.seen == NOW
-    journal._seen -= journal_module.SEEN
+    journal._seen -= journal_module.NOTE_INTERVAL
     do(journal, journal.look)
     assert journal._file.read().run.seen == NOW + 100
     assert journal._file.read().footprint == 5
@@ -231,7 +231,7 @@ def test_what_is_no_file(start, tmp_path, lines, make):
     journal, seconds = start()
     assert seconds == 0
     assert len(lines) == 1
-    assert "no regular file" in lines[0]
+    assert "not a regular file" in lines[0]
     assert journal._file.read().run.phase == LOADING
 
 

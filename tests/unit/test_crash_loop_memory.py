@@ -22,7 +22,7 @@ GIB = 2**30
 def machine(monkeypatch, engine, lines):
     """A machine of 64 GiB whose free memory is as told, one figure a look, the last for ever."""
     monkeypatch.setattr(crash_loop, "engine", engine)
-    monkeypatch.setattr(crash_loop, "POLL", 0.01)
+    monkeypatch.setattr(crash_loop, "WAIT_POLL", 0.01)
     monkeypatch.setattr(memory, "total", lambda: 64 * GIB)
     held = []
 
@@ -55,7 +55,7 @@ def test_it_waits_until_the_memory_is_free(machine, lines, engine):
 
 
 def test_and_no_longer_than_that(machine, lines, monkeypatch):
-    monkeypatch.setattr(crash_loop, "MEMORY_LIMIT", 0.2)
+    monkeypatch.setattr(crash_loop, "MEMORY_WAIT", 0.2)
     machine(10 * GIB)
     crash_loop.wait_for_memory(State(killed=True, footprint=40 * GIB))
     assert lines[-1] == "10.00 GiB are free, no more: the wait is over"

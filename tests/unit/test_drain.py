@@ -191,7 +191,7 @@ def recycling(engine, lines, monkeypatch):
 
     monkeypatch.setattr(grown_process, "engine", engine)
     monkeypatch.setattr(grown_process, "footprint", footprint)
-    monkeypatch.setattr(grown_process, "EVERY", 0.0)
+    monkeypatch.setattr(grown_process, "LOOK_INTERVAL", 0.0)
     monkeypatch.setattr(memory, "at_rest", lambda mx: memory.Usage(0, 0, footprint()))
     monkeypatch.setattr(drain, "ask", it.orders.append)
     limits = grown_process.drawn(
@@ -209,10 +209,10 @@ def test_nothing_is_judged_before_the_model_is_up(recycling, engine):
     assert recycling.begin() == "asked"
     recycling.guard()
     assert recycling.orders == [], (
-        "the limit is left out: it would be recycled before it could serve"
+        "the limit is ignored: the process would be recycled before it could serve"
     )
     assert (
-        "MLX_SHIM_RECYCLE_MEMORY is left out: with its model up the process has a footprint of 2.00 GiB already"
+        "MLX_SHIM_RECYCLE_MEMORY is ignored: with its model loaded the process already has a footprint of 2.00 GiB"
         in (recycling.lines[0])
     )
     engine.counters["requests"] = 100

@@ -11,7 +11,7 @@ from kit.pressed import MIB, Entries, running
 from shim.core import memory
 from shim.core.memory import Usage
 from shim.engine import fatal
-from shim.guards import exhausted_memory
+from shim.guards.exhausted_memory import limit, soft
 
 
 def test_above_soft_it_trims_first_and_then_turns_away(guard, engine, request_):
@@ -19,9 +19,9 @@ def test_above_soft_it_trims_first_and_then_turns_away(guard, engine, request_):
     it = guard()
     it.look(700)
     assert engine.memory_error is None
-    assert it.guard._excess == 0
+    assert it.guard.trimmer.excess == 0
     it.look(810)
-    assert it.guard._excess == (810 - 760) * MIB
+    assert it.guard.trimmer.excess == (810 - 760) * MIB
     assert engine.memory_error is None, "trimming may be enough"
     it.look(810)
     assert engine.memory_error.status == 503
@@ -32,7 +32,7 @@ def test_above_soft_it_trims_first_and_then_turns_away(guard, engine, request_):
     it.look(750)
     assert engine.memory_error is None
     assert [line.rpartition(": ")[2] for line in it.lines] == [
-        "what is free to go is trimmed", "new requests are 503 until it is less", "new requests are let in again",
+        "the caches are trimmed", "new requests are 503 until it is less", "new requests are accepted again",
     ]  # fmt: skip
     assert all("soft is 800.0 MiB" in line for line in it.lines[:2])
 
@@ -51,14 +51,14 @@ def test_an_episode_above_soft_is_a_line_at_its_begin_and_one_at_its_end(guard):
         it.look(810)
         it.look(700)
     assert len(it.lines) == 1
-    assert it.lines[0].endswith("soft is 800.0 MiB: what is free to go is trimmed")
-    it.look(780, exhausted_memory.CALM)
+    assert it.lines[0].endswith("soft is 800.0 MiB: the caches are trimmed")
+    it.look(780, soft.CALM)
     assert len(it.lines) == 1, "between release and soft it is not over"
     it.look(700)
     assert len(it.lines) == 2
     assert it.lines[1].startswith("memory: 700.0 MiB in use")
     assert it.lines[1].endswith("below soft again")
-    it.look(700, exhausted_memory.CALM)
+    it.look(700, soft.CALM)
     assert len(it.lines) == 2
     it.look(810)
     assert len(it.lines) == 3
@@ -68,7 +68,7 @@ def test_as_long_as_trimming_is_enough_nobody_is_turned_away(guard, engine, monk
     """Whatever is allocated between two looks."""
     calls = []
     it = guard()
-    it.guard._mx = types.SimpleNamespace(clear_cache=lambda: calls.append("clear"))
+    it.guard.trimmer._mx = types.SimpleNamespace(clear_cache=lambda: calls.append("clear"))
     generator = types.SimpleNamespace(prompt_cache=types.SimpleNamespace(nbytes=0))
     for n in range(3):
         it.look(810)
@@ -88,7 +88,7 @@ def test_what_malloc_alone_keeps_is_given_back_at_once(guard, engine, monkeypatc
         lambda: monkeypatch.setattr(memory, "usage", lambda mx: Usage(0, 0, 300 * MIB)),
     )
     it.look(1001)
-    assert it.guard._excess == 0
+    assert it.guard.trimmer.excess == 0
     assert engine.memory.counted == 300 * MIB
     assert it.lines == []
 
@@ -133,10 +133,10 @@ def test_between_release_and_soft_it_is_trimmed_on_and_let_in_when_idle(guard, e
     it = guard()
     it.look(810)
     it.look(810)
-    it.guard._excess = 0
+    it.guard.trimmer.excess = 0
     it.look(780)
     assert engine.memory_error is not None
-    assert it.guard._excess == 20 * MIB
+    assert it.guard.trimmer.excess == 20 * MIB
     engine.close(entry)
     engine.let_go(entry)
     it.look(780)
@@ -152,18 +152,18 @@ def test_what_refuses_everybody_for_good_is_replaced(guard, engine, request_):
     engine.close(entry)
     engine.let_go(entry)
     it.look(810)
-    it.look(810, exhausted_memory.GRACE - 1)
+    it.look(810, limit.GRACE - 1)
     assert it.orders == []
     it.look(810)
     assert [order.status for order in it.orders] == [fatal.EX_TEMPFAIL]
-    assert "with nobody served, soft is 800.0 MiB" in it.orders[0].why
+    assert "with no request being served, soft is 800.0 MiB" in it.orders[0].why
 
 
 def test_a_limit_below_the_model_is_left_out(guard, engine, request_):
     running(request_, 10)
     it = guard(begin=900)
     assert it.lines == [
-        "MLX_SHIM_MEMORY_SOFT, 800.0 MiB, is left out: with its model up the process has 900.0 MiB already"
+        "MLX_SHIM_MEMORY_SOFT, 800.0 MiB, is ignored: with its model loaded the process already uses 900.0 MiB"
     ]
     assert engine.ignored_limits == {"memory_soft"}
     for _ in range(3):
@@ -223,7 +223,7 @@ def test_a_batch_that_is_drained_is_trimmed_beside(guard, engine):
     """It asks for no request until it is empty."""
     it = guard()
     trimmed = []
-    it.guard._trim = trimmed.append
+    it.guard.trimmer.trim = lambda excess, soft: trimmed.append(excess)
     engine.generator = types.SimpleNamespace(_generation_thread=threading.Thread())
     it.look(810)
     assert it.guard.step(lambda: "stepped", None, (), {}) == "stepped"

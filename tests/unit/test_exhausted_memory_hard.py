@@ -10,7 +10,7 @@ from kit.pressed import MIB, Entries, running, victims
 from shim.core.memory import Usage
 from shim.engine import fatal
 from shim.engine.entries import DECODE, PREFILL, QUEUED
-from shim.guards import exhausted_memory
+from shim.guards.exhausted_memory import hard, limit
 
 
 def test_above_hard_the_largest_goes_then_the_next_once_the_first_is_let_go(
@@ -22,7 +22,7 @@ def test_above_hard_the_largest_goes_then_the_next_once_the_first_is_let_go(
     it = guard()
     it.look(1001)
     assert victims(engine) == [], "trimming may be enough"
-    assert it.guard._excess
+    assert it.guard.trimmer.excess
     assert engine.memory_error is not None, "nobody new meanwhile"
     it.look(1001)
     assert victims(engine) == [large.id]
@@ -35,7 +35,7 @@ def test_above_hard_the_largest_goes_then_the_next_once_the_first_is_let_go(
     engine.let_go(large)
     it.look(1001)
     assert victims(engine) == [], "what it had may lie in MLX's pool"
-    assert it.guard._excess
+    assert it.guard.trimmer.excess
     it.look(1001)
     assert victims(engine) == [young.id], "the youngest of equals"
     engine.close(young)
@@ -71,7 +71,7 @@ def test_who_is_above_hard_by_itself(guard, engine, request_, beside, cached, ac
     )
     it = guard()
     it.guard._mx.array = Entries
-    error = it.guard._verdict(entry, Usage(active * MIB, 0, 1100 * MIB))
+    error = it.guard.hard.verdict(entry, Usage(active * MIB, 0, 1100 * MIB))
     assert (error.status, error.code) == (
         (400, "context_length_exceeded") if alone else (503, "memory_pressure")
     )
@@ -85,14 +85,14 @@ def test_one_whose_model_is_being_loaded_is_told_to_come_back(guard, engine, req
     )
     it = guard()
     it.guard._mx.array = Entries
-    error = it.guard._verdict(entry, Usage(900 * MIB, 0, 1100 * MIB))
+    error = it.guard.hard.verdict(entry, Usage(900 * MIB, 0, 1100 * MIB))
     assert (error.status, error.code) == (503, "memory_pressure")
 
 
 def test_above_hard_with_nobody_to_end_it_is_replaced_once(guard):
     it = guard()
     it.look(1001)
-    it.look(1001, exhausted_memory.GRACE - 2)
+    it.look(1001, limit.GRACE - 2)
     assert it.orders == []
     it.look(1001, 3)
     it.look(1001, 3)
@@ -107,7 +107,7 @@ def test_one_that_several_machines_serve_alone_is_not_ended(guard, engine, reque
     it.look(1001)
     it.look(1001)
     assert victims(engine) == []
-    it.look(1001, exhausted_memory.GRACE)
+    it.look(1001, limit.GRACE)
     assert len(it.orders) == 1
 
 
@@ -116,7 +116,7 @@ def test_a_long_step_is_given_longer(guard, engine, request_):
     it = guard()
     it.look(1001)
     it.look(1001)
-    it.look(1001, exhausted_memory.STEP_GRACE - 2)
+    it.look(1001, hard.STEP_GRACE - 2)
     assert it.orders == []
     it.look(1001, 3)
     assert len(it.orders) == 1
@@ -125,13 +125,13 @@ def test_a_long_step_is_given_longer(guard, engine, request_):
 def test_a_request_ended_starts_the_grace_anew(guard, engine, request_):
     it = guard()
     it.look(1001)
-    it.look(1001, exhausted_memory.GRACE - 2)
+    it.look(1001, limit.GRACE - 2)
     entry, _ = running(request_, 10)
     it.look(1001)
     engine.close(entry)
     engine.let_go(entry)
-    it.look(1001, exhausted_memory.GRACE - 2)
-    it.look(1001, exhausted_memory.GRACE - 1)
+    it.look(1001, limit.GRACE - 2)
+    it.look(1001, limit.GRACE - 1)
     assert it.orders == []
     it.look(1001, 2)
     assert len(it.orders) == 1

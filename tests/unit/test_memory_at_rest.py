@@ -29,7 +29,7 @@ def test_what_a_load_left_is_given_back_before_the_limits_are_judged(engine, mon
     monkeypatch.setattr(memory, "usage", lambda mx: used[-1])
     made = exhausted_memory._Guard(mx, 800 * MIB, 1000 * MIB)
     made.next_request(lambda: None, None, (), {})
-    assert made.soft == 800 * MIB
+    assert made.soft.size == 800 * MIB
 
 
 def test_an_answer_503_holds_nothing_of_the_request(engine, monkeypatch):

@@ -87,7 +87,7 @@ def test_what_goes_wrong_with_a_hit_is_computed_anew(capfd):
         None,
         tokens,
     )
-    assert "computed anew" in capfd.readouterr().err
+    assert "computed again" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import mlx_lm.server
 
 trigger, grace = pathlib.Path(sys.argv.pop(1)), float(sys.argv.pop(1))
 for name, module in sys.modules.items():
-    if name.endswith(".guards.exhausted_memory"):
+    if name.endswith(".guards.exhausted_memory.limit"):
         module.GRACE = grace
 
 
