@@ -105,7 +105,7 @@ def _apply(name: str, module: Any) -> report.State:
         return _off(name)
     try:
         lost = guard.probe(module)
-        with patch.undone_on_error():
+        with patch.undo_on_error():
             guard.apply(module)
     except tuple(_KINDS) as reason:
         return report.State(_KINDS[type(reason)], str(reason))

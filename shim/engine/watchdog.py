@@ -44,7 +44,7 @@ def _run() -> None:
                 check()
             except Exception as error:
                 _checks.remove(check)
-                report.failed(
+                report.mark_failed(
                     check.__module__.rpartition(".")[2],
                     f"its check failed and is off from now on: {error!r}",
                 )

@@ -77,7 +77,7 @@ class _Rehearsal:
         try:
             prompt, segments, kinds, state, *rest = (result, [result], None, "") if flat else result
         except (TypeError, ValueError) as error:
-            report.failed(
+            report.mark_failed(
                 "killer_request", f"_tokenize returns another shape than is known: {error}"
             )
             return result
