@@ -63,7 +63,7 @@ def _handling(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     finally:
         if engine.draining:
             threading.Event().wait(
-                drain.JOIN
+                drain.JOIN_LIMIT
             )  # rank 0 has stopped this rank: its process ends here, without a teardown
         for number in ours:
             if signal.getsignal(number) is asked:

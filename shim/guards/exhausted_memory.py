@@ -217,7 +217,7 @@ class _Guard:
     def _replace(self, why: str, usage: Usage) -> None:
         if not (self._replacing or engine.closing or engine.rank):
             self._replacing = True
-            facts = (fatal.gathered(why) or {}) | {"memory": usage._asdict()}
+            facts = (fatal.gather_facts(why) or {}) | {"memory": usage._asdict()}
             drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, facts))
 
     def _end(self, victim: Entry, usage: Usage, now: float) -> None:

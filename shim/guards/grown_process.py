@@ -132,7 +132,7 @@ class _Recycling:
             f"its footprint was {format_bytes(before)} with the model up and is {format_bytes(after) if after else 'not known'}"
         )
         grown = {"footprint_model_up": before, "footprint": after, "limit": limit.setting}
-        facts = (fatal.gathered(why) or {}) | {
+        facts = (fatal.gather_facts(why) or {}) | {
             "recycled": grown | {"value": limit.value, "figure": figure}
         }
         drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, facts))
