@@ -36,7 +36,7 @@ def install(server: Any, on_start: Callable[[], None]) -> None:
         "single": _watch_single,
         "steps": _watch_steps,
         "batch": _watch_batch,
-        "deliveries": trial.deliveries,
+        "deliveries": trial.try_deliveries,
         "stop flag": _find_stop_flag,
         "asked to stop": _find_stop,
     }.items():
