@@ -185,7 +185,7 @@ def _announce() -> None:
 def _unkept() -> list[str]:
     """List what settings ask for and no guard does: the reasons not to start.
 
-    If a guard's own switch is the cause, this is no reason, and only a line says so.
+    If the guard's own switch is the cause, the server starts, and a line says so.
     """
     reasons = []
     for name in catalogue.GUARDS:

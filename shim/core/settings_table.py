@@ -59,45 +59,45 @@ class Settings:
         "25s",
         "duration",
         parse_duration,
-        "after SIGTERM or SIGINT, requests in flight may finish within this time; 0 is no wait",
+        "after SIGTERM or SIGINT, requests in flight may finish within this time; 0 means no wait",
     )
     recycle_requests: int = _setting(
         "0",
         "number",
         parse_count,
         "after this many requests the process ends with 75: as soon as it is idle, or at twice as "
-        "many by draining; 0 is never",
+        "many by draining; 0 means never",
     )
     recycle_tokens: int = _setting(
         "0",
         "number",
         parse_count,
-        "the same after this many tokens, computed for prompts or generated; 0 is never",
+        "the same after this many tokens, computed for prompts or generated; 0 means never",
     )
     recycle_age: float = _setting(
         "0",
         "duration",
         parse_duration,
-        "the same when the model has been up for this long; 0 is never",
+        "the same when the model has been up for this long; 0 means never",
     )
     recycle_memory: int = _setting(
         "0",
         "size",
         parse_size,
-        "the same when the footprint of the process is this large; 0 is never",
+        "the same when the footprint of the process is this large; 0 means never",
     )
     decode_stall: float = _setting(
         "120s",
         "duration",
         parse_duration,
         "it is a stall if a request whose prompt is done gets no token for this long, and no "
-        "prompt of another request explains it; 0 is never",
+        "prompt of another request explains it; 0 means never",
     )
     prefill_stall: float = _setting(
         "600s",
         "duration",
         parse_duration,
-        "it is a stall if the prompt of a request makes no progress for this long; 0 is never",
+        "it is a stall if the prompt of a request makes no progress for this long; 0 means never",
     )
     on_stall: str = _setting(
         "exit",
@@ -110,15 +110,15 @@ class Settings:
         "0",
         "duration",
         parse_duration,
-        "the time limit of a whole request: a longer one gets 504, and the others go on; 0 is no "
-        "limit",
+        "the time limit of a whole request: a longer one gets 504, and the others go on; 0 means "
+        "no limit",
     )
     gil_deadline: float = _setting(
         "300s",
         "duration",
         parse_deadline,
         "if the interpreter itself does not run for this long, faulthandler dumps the stacks and "
-        "ends the process (status 1); at least 2s; 0 is off",
+        "ends the process (status 1); at least 2s; 0 means off",
     )
     while_loading: str = _setting(
         "wait",
@@ -145,31 +145,32 @@ class Settings:
         "duration",
         parse_duration,
         "the server cuts a client that has not sent its headers within this time, or then sends "
-        "its body slower than 500 bytes a second; 0 is no limit",
+        "its body slower than 500 bytes a second; 0 means no limit",
     )
-    max_body: int = _setting("64M", "size", parse_size, "a larger body gets 413; 0 is no limit")
+    max_body: int = _setting("64M", "size", parse_size, "a larger body gets 413; 0 means no limit")
     max_inflight: int = _setting(
         "0",
         "number",
         parse_count,
-        "this many requests at a time, one more gets 429; 0 is no limit",
+        "this many requests at a time, one more gets 429; 0 means no limit",
     )
     max_prompt_tokens: int = _setting(
-        "0", "number", parse_count, "a longer prompt gets 400; 0 is no limit"
+        "0", "number", parse_count, "a longer prompt gets 400; 0 means no limit"
     )
-    max_tokens: int = _setting("0", "number", parse_count, "caps max_tokens; 0 is no limit")
+    max_tokens: int = _setting("0", "number", parse_count, "caps max_tokens; 0 means no limit")
     max_context: int = _setting(
         "0",
         "number",
         parse_count,
         "tokens of prompt and completion together: the completion then ends with finish_reason "
-        "length; 0 is no limit",
+        "length; 0 means no limit",
     )
     max_kv_size: int = _setting(
         "0",
         "number",
         parse_kv_size,
-        "tokens that a rotating KV cache keeps (docs/limits.md says what that does); 0 is no limit",
+        "tokens that a rotating KV cache keeps (docs/limits.md says what that does); 0 means no "
+        "limit",
     )
     api_key_file: str = _setting(
         "",
@@ -183,7 +184,7 @@ class Settings:
         "names",
         parse_names,
         "separated by commas: a request may name only these, and those that the command line names "
-        "as model, draft_model or adapters; empty is any",
+        "as model, draft_model or adapters; empty means any",
     )
     # A Limit is a tuple, and so as immutable as the other defaults.
     breaker: Limit | None = _setting(  # noqa: RUF009
@@ -192,14 +193,14 @@ class Settings:
         parse_breaker,
         "after N deaths within this time, the next start waits before it loads the model: 10s, or "
         "the duration after a comma (5/10m,10s), doubled with each further death to at most 10 "
-        "minutes; 0 is never",
+        "minutes; 0 means never",
     )
     state_dir: str = _setting(
         "",
         "folder",
         str.strip,
-        "where deaths are recorded; empty is mlx-lm-shim in $XDG_STATE_HOME or ~/.local/state, on "
-        "macOS in ~/Library/Application Support",
+        "where deaths are recorded; empty means mlx-lm-shim in $XDG_STATE_HOME or ~/.local/state, "
+        "on macOS in ~/Library/Application Support",
     )
     launchd_socket: str = _setting(
         "",
@@ -234,14 +235,14 @@ class Settings:
         "size or share",
         parse_memory,
         "with this much in use the server trims its caches, and then answers new requests with 503 "
-        "until it is less; 80% is of the machine's memory; 0 is off",
+        "until it is less; a share such as 80% is of the machine's memory; 0 means off",
     )
     memory_hard: int = _setting(
         "0",
         "size or share",
         parse_memory,
         "with this much in use the server ends the largest requests with an error, and then the "
-        "process is replaced (75); a prompt that could not fit below it gets 400; 0 is off",
+        "process is replaced (75); a prompt that could not fit below it gets 400; 0 means off",
     )
     guards_off: frozenset[str] = frozenset()
 

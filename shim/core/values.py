@@ -144,7 +144,7 @@ def parse_wired(text: str) -> Wired | None:
 def parse_count(text: str) -> int:
     """Return a whole number of at least zero."""
     if not re.fullmatch(r"\d{1,18}", text.strip()):
-        raise ValueError("accepted: a whole number such as 32768; 0 is none")
+        raise ValueError("accepted: a whole number such as 32768; 0 means none")
     return int(text)
 
 
@@ -177,7 +177,7 @@ def parse_breaker(text: str) -> Limit | None:
         return limit
     raise ValueError(
         f"accepted: deaths (1 to {MOST_DEATHS}) and a duration such as 5/10m, "
-        "or with the first wait 5/10m,10s; 0 is none"
+        "or with the first wait 5/10m,10s; 0 means none"
     )
 
 

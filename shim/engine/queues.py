@@ -50,13 +50,15 @@ def watch(generator: Any, engine: Engine) -> None:
         requests.engine = engine  # type: ignore[attr-defined]
 
 
-def _become(plain: queue.Queue[Any], ours: type) -> None:
-    """Turn a queue of the server into one of the class `ours`.
+def _become(plain: queue.Queue[Any], shim_class: type) -> None:
+    """Turn a queue of the server into one of `shim_class`.
 
     If the queue is of a subclass of queue.Queue, it keeps the methods of that subclass.
     """
     kind = type(plain)
-    plain.__class__ = ours if kind is queue.Queue else type(ours.__name__, (ours, kind), {})
+    if kind is not queue.Queue:
+        shim_class = type(shim_class.__name__, (shim_class, kind), {})
+    plain.__class__ = shim_class
 
 
 class RequestQueue(queue.Queue[Any]):

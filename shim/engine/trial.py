@@ -205,14 +205,14 @@ def _hook_threads(threads: list[threading.Thread], hook: Callable[[Any], None]) 
     """Call `hook` when an exception ends one of `threads`, and the former hook for any other."""
     former = threading.excepthook
 
-    def ours(args: Any) -> None:
+    def own_hook(args: Any) -> None:
         (hook if any(args.thread is thread for thread in threads) else former)(args)
 
-    threading.excepthook = ours
+    threading.excepthook = own_hook
     try:
         yield
     finally:
-        if threading.excepthook is ours:
+        if threading.excepthook is own_hook:
             threading.excepthook = former
 
 
