@@ -65,7 +65,7 @@ def _handling(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if engine.draining:
             # Rank 0 has stopped this rank. The drain ends the process while this thread waits, so
             # that the interpreter is not torn down.
-            threading.Event().wait(drain.JOIN)
+            threading.Event().wait(drain.JOIN_LIMIT)
         for number in ours:
             if signal.getsignal(number) is asked:
                 signal.signal(number, _DEFAULTS[number])

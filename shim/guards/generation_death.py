@@ -47,7 +47,7 @@ def probe(server: Any) -> str:
             told.append("loop")
             return None
 
-    died = trial.deaths(
+    died = trial.try_death(
         server, lambda copy: _wrap_loops(copy, looping), lambda _: told.append("hook")
     )
     if told or not died:

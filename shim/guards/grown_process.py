@@ -142,7 +142,7 @@ class _Recycling:
             f"{now}"
         )
         grown = {"footprint_model_up": before, "footprint": after, "limit": limit.setting}
-        facts = (fatal.gathered(why) or {}) | {
+        facts = (fatal.gather_facts(why) or {}) | {
             "recycled": grown | {"value": limit.value, "figure": figure}
         }
         drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, facts))

@@ -44,7 +44,7 @@ _stalled_at = 0  # the count of deliveries then
 
 def probe(server: Any) -> None:
     """Have a copy of stock's generator deliver a token and then nothing: that is a stall once the limit is over."""
-    tried = trial.in_decode(server)
+    tried = trial.try_decode(server)
     if tried is not None:
         entry, its_engine = tried
         its_engine.clock += (settings.current.decode_stall or settings.current.prefill_stall) + 1

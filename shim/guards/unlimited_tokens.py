@@ -39,7 +39,7 @@ def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Where what it raises goes to this request alone, and where stock has not yet read max_tokens."""
     result = wrapped(*args, **kwargs)
     if not isinstance(result, tuple) or not isinstance(result[0], list):
-        report.failed(
+        report.mark_failed(
             "unlimited_tokens",
             f"_tokenize returns a {type(result).__name__} that does not begin with a list",
         )

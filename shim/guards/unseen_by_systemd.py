@@ -133,4 +133,4 @@ class _Told:
             return True
         if self._loading is None:
             self._loading = now
-        return now - self._loading < sd_notify.LOADING
+        return now - self._loading < sd_notify.LOADING_LIMIT

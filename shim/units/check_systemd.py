@@ -141,7 +141,7 @@ def _kind(found: Findings, unit: Entries) -> None:
         )
         limit = duration(start)
         if limit:
-            limit = max(limit, sd_notify.LOADING)  # the shim asks for more
+            limit = max(limit, sd_notify.LOADING_LIMIT)  # the shim asks for more
             at = unit.at("Service", "TimeoutStartSec")
             found.note(
                 at,

@@ -28,7 +28,7 @@ class Handler:
     send_header = BaseHTTPRequestHandler.send_header
 
     def send_response(self, status):
-        answering._responded(self, (status,), {}, None)
+        answering._note_status(self, (status,), {}, None)
         self._headers_buffer.append(f"HTTP/1.0 {status}\r\n".encode())
 
     def _set_cors_headers(self):

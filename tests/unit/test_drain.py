@@ -55,7 +55,7 @@ def test_a_stop_during_a_recycle_is_a_stop(ended, engine, monkeypatch):
 
 def test_a_second_stop_does_not_wait(ended, engine, monkeypatch):
     monkeypatch.setattr(settings, "current", settings.Settings(drain=3600, exit_grace=3600))
-    monkeypatch.setattr(drain, "ECHO", 0.0)
+    monkeypatch.setattr(drain, "ECHO_WINDOW", 0.0)
     engine.serving[1] = 0.0
     assert ended(drain.Order("SIGINT"), drain.Order("SIGTERM"))[:2] == (
         0, "SIGINT; in flight: 0 finished, 1 cut short",
@@ -74,7 +74,7 @@ def test_an_echo_of_the_first_is_none(ended, engine, monkeypatch):
 def test_nor_is_an_echo_in_a_drain_that_was_for_something_else(ended, engine, monkeypatch):
     """It was to be replaced; a stop comes later, and twice, as it does from `timeout`."""
     monkeypatch.setattr(settings, "current", settings.Settings(drain=1.0, exit_grace=0.01))
-    monkeypatch.setattr(drain, "ECHO", 0.2)
+    monkeypatch.setattr(drain, "ECHO_WINDOW", 0.2)
     engine.serving[1] = 0.0
 
     def stop_twice():
@@ -110,7 +110,7 @@ def test_a_rank_whose_peers_have_gone(engine, monkeypatch):
     for _ in range(4):
         engine.turns += 1
         assert patience.lasts()
-        clock.now += drain.SILENCE - 1
+        clock.now += drain.SILENCE_LIMIT - 1
     assert patience.lasts()
     clock.now += 1.5
     assert not patience.lasts()

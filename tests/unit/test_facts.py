@@ -111,7 +111,7 @@ def test_a_loss_at_run_time_changes_the_states_and_is_said(seen, monkeypatch, ca
     assert report.states["crash_loop"].kind == "active"
     assert report.states["stall"].kind == "degraded"
     assert "stall is degraded (cannot see steps (it is gone): " in capfd.readouterr().err
-    report.failed("stall", "its check failed")
+    report.mark_failed("stall", "its check failed")
     seen("turns")
     assert report.states["stall"].kind == "failed", "what has failed stays so"
 

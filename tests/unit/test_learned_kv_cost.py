@@ -94,6 +94,6 @@ def test_each_rank_counts_its_batch(engine, monkeypatch, rank):
     engine.generator._rank = rank
     batch = type("Batch", (), {})()
     engine.inserting = engine.open((), None) if rank == 0 else None
-    observe._inserted(batch, (), {}, [7])
+    observe._note_insertion(batch, (), {}, [7])
     assert engine.batch() is batch
     assert list(observe.entries_of(batch)) == ([7] if rank == 0 else [])

@@ -71,7 +71,7 @@ def test_what_was_wrapped_before_an_error_is_unwrapped(wrap, monkeypatch, error)
     monkeypatch.setattr(patch, "layers", {})
     stock = Refusing()
     before = [dict(vars(thing)) for thing in (stock, stock.Server)]
-    with pytest.raises(type(error)), patch.undone_on_error():
+    with pytest.raises(type(error)), patch.undo_on_error():
         for path in ("Server.own", "Server.inherited", "function", "function"):
             wrap(stock, path, lambda *_: "wrapped")
         assert stock.function() == stock.Server().inherited() == "wrapped"
@@ -83,7 +83,7 @@ def test_what_was_wrapped_before_an_error_is_unwrapped(wrap, monkeypatch, error)
 
 def test_what_a_refusal_has_closed_stays_closed(wrap):
     stock = Refusing()
-    with pytest.raises(verdicts.Refused), patch.undone_on_error():
+    with pytest.raises(verdicts.Refused), patch.undo_on_error():
         wrap(stock, "Server.own", lambda *_: "closed")
         raise verdicts.Refused("no key")
     assert stock.Server().own() == "closed"

@@ -87,8 +87,8 @@ def test_no_thread_but_its_own_has_to_do_with_the_trial(monkeypatch):
         _loop = Other._loop
 
     started = time.monotonic()
-    assert trial.deaths(server(Busy), lambda copy: None, ours.append)
-    assert time.monotonic() - started < trial.LIMIT
+    assert trial.try_death(server(Busy), lambda copy: None, ours.append)
+    assert time.monotonic() - started < trial.WAIT_LIMIT
     assert [args.exc_type for args in theirs] == [ZeroDivisionError]
     assert [args.exc_type for args in ours] == [trial.Fault]
     over.set()
@@ -98,13 +98,13 @@ def test_a_trial_in_a_program_with_a_hook_of_its_own(monkeypatch):
     """Only what ends the thread of the trial is ours."""
     theirs = []
     monkeypatch.setattr(threading, "excepthook", theirs.append)
-    assert trial.deaths(server(Other), lambda copy: None, lambda args: None)
+    assert trial.try_death(server(Other), lambda copy: None, lambda args: None)
     assert theirs == []
     assert threading.excepthook == theirs.append
 
 
 def test_stock_is_seen_to_deliver():
-    entry, engine = trial.in_decode(stock)
+    entry, engine = trial.try_decode(stock)
     assert (entry.phase, entry.tokens) == (DECODE, 1)
     assert engine.deliveries == 3
     assert stall.probe(stock) is None
@@ -118,14 +118,14 @@ def test_a_delivery_that_is_not_seen_is_no_active_guard(monkeypatch):
 
 def test_a_generator_without_a_queue_of_requests(monkeypatch):
     with pytest.raises(LookupError, match=r"no queue\.Queue of requests"):
-        trial.deliveries(server(Queueless))
-    trial.deliveries(stock)
+        trial.try_deliveries(server(Queueless))
+    trial.try_deliveries(stock)
 
 
 def test_what_cannot_be_tried_tells_nothing():
     assert trial.generator(types.SimpleNamespace(__name__="mlx_lm.server")) is None
-    assert trial.in_decode(types.SimpleNamespace(__name__="mlx_lm.server")) is None
-    assert not trial.deaths(
+    assert trial.try_decode(types.SimpleNamespace(__name__="mlx_lm.server")) is None
+    assert not trial.try_death(
         types.SimpleNamespace(__name__="mlx_lm.server"), lambda copy: None, lambda args: None
     )
 
@@ -134,7 +134,7 @@ def test_the_trials_take_milliseconds():
     started = time.perf_counter()
     generation_death.probe(stock)
     stall.probe(stock)
-    trial.deliveries(stock)
+    trial.try_deliveries(stock)
     assert time.perf_counter() - started < 2, "a generous bound: 5 ms where nothing else runs"
 
 

@@ -63,7 +63,7 @@ def apply(server: Any) -> None:
     patch.try_wrap(server, "ResponseGenerator.stop_and_join", _stop_and_join)
     patch.wrap(server, "APIHandler.do_POST", _do_post)
     queues.checks.append(_check)
-    fatal.at_end(_end)
+    fatal.call_at_end(_end)
     atexit.register(_ends_by_itself, os.getpid())
 
 

@@ -32,7 +32,7 @@ class Replacement:
     def ask(self, why: str, usage: Usage) -> None:
         if not (self._asked_for or engine.closing or engine.rank):
             self._asked_for = True
-            facts = (fatal.gathered(why) or {}) | {"memory": usage._asdict()}
+            facts = (fatal.gather_facts(why) or {}) | {"memory": usage._asdict()}
             drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, facts))
 
 

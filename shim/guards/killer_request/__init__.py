@@ -87,7 +87,7 @@ class _Rehearsal:
         try:
             prompt, segments, kinds, state, *rest = (result, [result], None, "") if flat else result
         except (TypeError, ValueError) as error:
-            report.failed("killer_request", f"_tokenize returns an unknown shape: {error}")
+            report.mark_failed("killer_request", f"_tokenize returns an unknown shape: {error}")
             return result
         rows = vocabulary.of(anatomy.provider_of(instance).model)
         _check_prompt(prompt, rows.embedding)
