@@ -57,7 +57,7 @@ def test_refused(key_file, case):
 def test_what_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for name, why in (
-        ("missing", "No such file"), ("", "no regular file"), ("fifo", "no regular file"), ("missing/key", "No such"),
+        ("missing", "No such file"), ("", "not a regular file"), ("fifo", "not a regular file"), ("missing/key", "No such"),
     ):  # fmt: skip
         with pytest.raises(Refused, match=why) as refused:
             open_door.read_key(str(tmp_path / name))

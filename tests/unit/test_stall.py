@@ -32,7 +32,7 @@ def test_a_silent_decode_beside_a_prefill_of_others(engine, request_, context, i
     for n in range(1, 9):  # one step's progress
         others.put((n, 100))
     assert judge(engine, entry) is None
-    for n in range(9, 9 + stall.OTHERS):
+    for n in range(9, 9 + stall.STARVED_DELIVERIES):
         others.put((n, 100))
     assert "deliveries went to others" in judge(engine, entry)
 
