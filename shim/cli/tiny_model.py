@@ -43,10 +43,17 @@ def make(folder: Path, **config: Any) -> Path:
     _write_weights(folder / "model.safetensors", config.get("vocab_size", VOCABULARY))
     _write_tokenizer(folder)
     shape = {
-        "model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "intermediate_size": FEED_FORWARD,
-        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "rms_norm_eps": 1e-5, "vocab_size": VOCABULARY,
-        "eos_token_id": VOCABULARY - 1, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": FEED_FORWARD,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCABULARY,
+        "eos_token_id": VOCABULARY - 1,
+        "tie_word_embeddings": True,
+    }
     (folder / "config.json").write_text(json.dumps(shape | config, indent=1))
     return folder
 

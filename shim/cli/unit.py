@@ -49,9 +49,12 @@ def main(kind: str, arguments: Sequence[str]) -> int:
 
 def _parser(kind: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m shim {kind}", usage=f"python -m shim {kind} [options] -- SERVER COMMAND\n"
-        f"       python -m shim {kind} --check FILE", description=HELP.format(kind), allow_abbrev=False,
-    )  # fmt: skip
+        prog=f"python -m shim {kind}",
+        usage=f"python -m shim {kind} [options] -- SERVER COMMAND\n"
+        f"       python -m shim {kind} --check FILE",
+        description=HELP.format(kind),
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add(
         "--check",
@@ -124,10 +127,20 @@ def _unit(kind: str, options: argparse.Namespace, command: Sequence[str]) -> tup
     added = limits(known.argv, variables, memory.total()) if kind == "launchd" else Limits({}, "")
     watchdog = math.ceil(environ.seconds(variables, environ.GIL_DEADLINE) * _SELDOM)
     unit = Unit(
-        options.name, tuple(known.argv), variables | added.environ, environ.stop_limit(variables), host=known.host, port=known.port,
-        workdir=workdir, log=log, user=user, socket=options.socket, notify=getattr(options, "notify", False),
-        watchdog=watchdog, note=added.note,
-    )  # fmt: skip
+        options.name,
+        tuple(known.argv),
+        variables | added.environ,
+        environ.stop_limit(variables),
+        host=known.host,
+        port=known.port,
+        workdir=workdir,
+        log=log,
+        user=user,
+        socket=options.socket,
+        notify=getattr(options, "notify", False),
+        watchdog=watchdog,
+        note=added.note,
+    )
     return unit, [*environ.doubts(variables, os.environ), *known.warnings]
 
 

@@ -47,8 +47,12 @@ def ask(folder: Path, dtype: str) -> Cost:
         ]
         try:
             child = subprocess.run(
-                command, env=os.environ | {settings.KILL_SWITCH: "0"}, capture_output=True, check=False, timeout=LIMIT,
-            )  # fmt: skip
+                command,
+                env=os.environ | {settings.KILL_SWITCH: "0"},
+                capture_output=True,
+                check=False,
+                timeout=LIMIT,
+            )
         except subprocess.TimeoutExpired:
             raise NotKnown(f"it could not be built within {LIMIT} s") from None
         if child.returncode == -signal.SIGKILL:

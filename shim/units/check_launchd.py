@@ -55,11 +55,17 @@ def _facts(plist: Mapping[str, Any]) -> Facts:
     limit = plist.get("ExitTimeOut", _SOON)
     missing = "" if "ExitTimeOut" in plist else _SOON_IS_SAID
     return Facts(
-        argv, {k: v for k, v in plist.get("EnvironmentVariables", {}).items() if isinstance(v, str)},
-        plist.get("WorkingDirectory", ""), "ProgramArguments", "EnvironmentVariables",
-        "<key>PYTHONPATH</key><string>{}</string>", "ExitTimeOut", float(limit) if limit else None,
-        "<key>ExitTimeOut</key><integer>{}</integer>", missing,
-    )  # fmt: skip
+        argv,
+        {k: v for k, v in plist.get("EnvironmentVariables", {}).items() if isinstance(v, str)},
+        plist.get("WorkingDirectory", ""),
+        "ProgramArguments",
+        "EnvironmentVariables",
+        "<key>PYTHONPATH</key><string>{}</string>",
+        "ExitTimeOut",
+        float(limit) if limit else None,
+        "<key>ExitTimeOut</key><integer>{}</integer>",
+        missing,
+    )
 
 
 def _types(found: Findings, plist: Mapping[str, Any]) -> None:
@@ -171,17 +177,19 @@ def _when(found: Findings, plist: Mapping[str, Any]) -> None:
             found.defeats(key, "it starts the server at times, not when it exited", _TRUE)
     if plist.get("ThrottleInterval", 0) > _LONG_PAUSE:
         found.note(
-            "ThrottleInterval", f"after a death it stays down for up to {plist['ThrottleInterval']} s",
+            "ThrottleInterval",
+            f"after a death it stays down for up to {plist['ThrottleInterval']} s",
             "<key>ThrottleInterval</key><integer>10</integer>",
-        )  # fmt: skip
+        )
 
 
 def _priority(found: Findings, plist: Mapping[str, Any]) -> None:
     if plist.get("ProcessType") == "Background":
         found.defeats(
-            "ProcessType", "Background throttles CPU and I/O, which looks like a stall and is restarted as one",
+            "ProcessType",
+            "Background throttles CPU and I/O, which looks like a stall and is restarted as one",
             "<key>ProcessType</key><string>Interactive</string>",
-        )  # fmt: skip
+        )
     if plist.get("Nice", 0) > 0:
         found.note(
             "Nice", "other programs come first, which may look like a stall", "nothing of it"

@@ -86,10 +86,16 @@ def _facts(section: _Section, shared: str, file: Path) -> Facts:
     except ValueError as error:
         raise Refused(f"[{section.name}] cannot be read: {error}") from None
     return Facts(
-        argv, variables, section.get("directory", ""), section.at("command"), section.at("environment"),
-        'environment=PYTHONPATH="{}"', section.at("stopwaitsecs"), float(section.number("stopwaitsecs", 10)),
+        argv,
+        variables,
+        section.get("directory", ""),
+        section.at("command"),
+        section.at("environment"),
+        'environment=PYTHONPATH="{}"',
+        section.at("stopwaitsecs"),
+        float(section.number("stopwaitsecs", 10)),
         "stopwaitsecs={}",
-    )  # fmt: skip
+    )
 
 
 def pairs(text: str) -> dict[str, str]:

@@ -15,10 +15,12 @@ _STATUSES = {"70": "a death", "71": "a taken port", "75": "a recycle", "1": "a f
 _NAMES = {"SOFTWARE": "70", "OSERR": "71", "TEMPFAIL": "75", "CONFIG": "78", "FAILURE": "1"}
 _RESTARTS = ("always", "on-failure")
 _RESTART_WHY = {
-    "no": "nothing restarts a server that exited", "on-success": "it restarts only after status 0",
-    "on-abnormal": "an exit with a status (70) is not restarted", "on-abort": "an exit with a status (70) is not restarted",
+    "no": "nothing restarts a server that exited",
+    "on-success": "it restarts only after status 0",
+    "on-abnormal": "an exit with a status (70) is not restarted",
+    "on-abort": "an exit with a status (70) is not restarted",
     "on-watchdog": "an exit with a status (70) is not restarted",
-}  # fmt: skip
+}
 _STOPS = ("SIGTERM", "TERM", "15", "SIGINT", "INT", "2")
 _LEAST_RUN = 2.0  # seconds that a server takes at least to fail
 _TRUE = ("1", "yes", "y", "true", "t", "on")
@@ -54,10 +56,16 @@ def _facts(found: Findings, unit: Entries, command: str) -> Facts:
     if ":" not in prefix:
         argv = [word.replace("$$", "$") if "$$" in word else word for word in argv]
     return Facts(
-        argv, environment(unit), unit.last("Service", "WorkingDirectory", "").lstrip("-"), at,
-        unit.at("Service", "Environment"), "Environment=PYTHONPATH={}", unit.at("Service", "TimeoutStopSec"),
-        _stop_limit(unit), "TimeoutStopSec={}",
-    )  # fmt: skip
+        argv,
+        environment(unit),
+        unit.last("Service", "WorkingDirectory", "").lstrip("-"),
+        at,
+        unit.at("Service", "Environment"),
+        "Environment=PYTHONPATH={}",
+        unit.at("Service", "TimeoutStopSec"),
+        _stop_limit(unit),
+        "TimeoutStopSec={}",
+    )
 
 
 def _stop_limit(unit: Entries) -> float | None:

@@ -210,7 +210,7 @@ def _model(found: Findings, facts: Facts, known: Invocation) -> None:
 
 def _environment(
     found: Findings, facts: Facts, variables: Mapping[str, str], folder: Path, *, needs_path: bool
-) -> None:  # fmt: skip
+) -> None:
     where = facts.environ_at
     write = facts.python_path.format(folder)
     if variables.get(settings.KILL_SWITCH, "").strip().lower() in values.OFF:

@@ -112,8 +112,12 @@ def option(arguments: Sequence[str], name: str, shortest: str) -> tuple[int, str
 
 
 MODEL, PORT, HOST, ADAPTER, DRAFT = (
-    ("--model", "--mo"), ("--port", "--po"), ("--host", "--ho"), ("--adapter-path", "--ad"), ("--draft-model", "--dr"),
-)  # fmt: skip
+    ("--model", "--mo"),
+    ("--port", "--po"),
+    ("--host", "--ho"),
+    ("--adapter-path", "--ad"),
+    ("--draft-model", "--dr"),
+)
 
 
 def replaced(arguments: Sequence[str], index: int, value: str) -> list[str]:

@@ -150,9 +150,14 @@ def _answer(python: str, environ: Mapping[str, str], workdir: str) -> dict[str, 
     """What the interpreter says it can import, started as the unit will start it. Raises Refused."""
     try:
         child = subprocess.run(
-            [python, "-c", _ASK], env=environ, cwd=workdir, capture_output=True, check=False, timeout=_ASK_LIMIT,
+            [python, "-c", _ASK],
+            env=environ,
+            cwd=workdir,
+            capture_output=True,
+            check=False,
+            timeout=_ASK_LIMIT,
             stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         raise Refused(
             f"{python} did not answer within {_ASK_LIMIT} s whether it has mlx_lm"

@@ -22,9 +22,14 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
 # Of each kind the good, the bad and the absurd. Good sampling values are few: each new one is compiled, for a second.
 huge = st.sampled_from([2**31, 2**53, 2**63, 2**64, 2**80, 10**80, -(2**63), -(10**80)])
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 300), huge, st.floats(allow_nan=True, allow_infinity=True),
-    st.text(max_size=8), st.sampled_from(["", "0", "-1", "1.5", "NaN", "\ud800", "\x00", "a" * 5000]),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    huge,
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.text(max_size=8),
+    st.sampled_from(["", "0", "-1", "1.5", "NaN", "\ud800", "\x00", "a" * 5000]),
+)
 anything = st.recursive(
     scalars,
     lambda inner: st.one_of(
@@ -218,11 +223,24 @@ versions = st.sampled_from(
 )
 lines = st.sampled_from(
     [
-        b"Host: x", b"Connection: keep-alive", b"Connection: close", b"Transfer-Encoding: chunked", b"Content-Length: 3",
-        b"Transfer-Encoding: identity", b"Expect: 100-continue", b"Content-Length: -1", b"Content-Length: 99999999999999",
-        b"X: " + b"a" * 70_000, b"no colon", b": empty", b" folded", b"X:\x00\xff\xfe", b"Origin: http://evil\r", b"X: y\nZ: z",
+        b"Host: x",
+        b"Connection: keep-alive",
+        b"Connection: close",
+        b"Transfer-Encoding: chunked",
+        b"Content-Length: 3",
+        b"Transfer-Encoding: identity",
+        b"Expect: 100-continue",
+        b"Content-Length: -1",
+        b"Content-Length: 99999999999999",
+        b"X: " + b"a" * 70_000,
+        b"no colon",
+        b": empty",
+        b" folded",
+        b"X:\x00\xff\xfe",
+        b"Origin: http://evil\r",
+        b"X: y\nZ: z",
     ]
-)  # fmt: skip
+)
 
 
 @st.composite

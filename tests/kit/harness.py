@@ -121,10 +121,20 @@ class Server:
     headers: Mapping[str, str] = MappingProxyType({})  # sent with every request
 
     def __init__(
-        self, line: str, model: Path | str | None, log: Path, *, entry: tuple[str, ...] = ("-m", "mlx_lm", "server"),
-        args: tuple[str, ...] = (), environ: dict[str, str | None] | None = None, port: int | None = None,
-        prefix: tuple[str, ...] = (), stderr: Any = None, cwd: Path | None = None, pass_fds: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        line: str,
+        model: Path | str | None,
+        log: Path,
+        *,
+        entry: tuple[str, ...] = ("-m", "mlx_lm", "server"),
+        args: tuple[str, ...] = (),
+        environ: dict[str, str | None] | None = None,
+        port: int | None = None,
+        prefix: tuple[str, ...] = (),
+        stderr: Any = None,
+        cwd: Path | None = None,
+        pass_fds: tuple[int, ...] = (),
+    ) -> None:
         self.port = port or free_port()
         self.log = log
         self.line = line
@@ -139,10 +149,15 @@ class Server:
             command += ["--model", str(model)]
         with log.open("ab") as out:
             self.process = subprocess.Popen(
-                command, env=clean_environ(**({"PYTHONPATH": str(REPO)} | (environ or {}))), stdin=subprocess.DEVNULL,
-                stdout=out, stderr=out if stderr is None else stderr, cwd=cwd or log.parent, start_new_session=True,
+                command,
+                env=clean_environ(**({"PYTHONPATH": str(REPO)} | (environ or {}))),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out if stderr is None else stderr,
+                cwd=cwd or log.parent,
+                start_new_session=True,
                 pass_fds=pass_fds,
-            )  # fmt: skip
+            )
 
     def __enter__(self) -> Server:
         return self

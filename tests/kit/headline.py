@@ -39,9 +39,11 @@ SUPERVISORD = """
     pidfile={folder}/supervisord.pid
 """
 ENVIRON = {
-    "MLX_SHIM_BAD_REQUEST": "0", "MLX_SHIM_KILLER_REQUEST": "0", "MLX_SHIM_DECODE_STALL": "1s",
+    "MLX_SHIM_BAD_REQUEST": "0",
+    "MLX_SHIM_KILLER_REQUEST": "0",
+    "MLX_SHIM_DECODE_STALL": "1s",
     "MLX_SHIM_PREFILL_STALL": "3s",
-}  # fmt: skip
+}
 
 
 def recipe(marker: str, page: str = "supervision.md") -> str:
@@ -77,9 +79,13 @@ def configuration(
     ]
     options = ["--log", str(log), *(["--socket"] if hand_over else [])]
     unit = subprocess.run(
-        [python_of(NEWEST), "-m", "shim", "supervisord", *options, "--", *command], cwd=REPO, env=clean_environ(**environ),
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        [python_of(NEWEST), "-m", "shim", "supervisord", *options, "--", *command],
+        cwd=REPO,
+        env=clean_environ(**environ),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return textwrap.dedent(SUPERVISORD).format(folder=folder) + unit.stdout
 
 
@@ -108,9 +114,13 @@ class Supervised(Kept):
         command = [str(VENVS / NEWEST / "bin" / "supervisord"), "-c", str(config)]
         with (folder / "out").open("ab") as out:
             self.process = subprocess.Popen(
-                command, env=clean_environ(), stdin=subprocess.DEVNULL, stdout=out,
-                stderr=out, start_new_session=True,
-            )  # fmt: skip
+                command,
+                env=clean_environ(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
         assert wait_until(self.log.exists, 30), (folder / "out").read_text()
 
     def configure(self, text: str) -> str:

@@ -76,10 +76,16 @@ class Folders:
     def broken(self):
         """(what a request names, the status, the code, what the message says) for everything that can be told at once."""
         missing = {
-            "": "no config.json", "~": "does not exist", "no/such": "does not exist", "/no/such/model": "does not exist",
-            "../nothing": "does not exist", "a\0b": "does not exist", "x" * 100_000: "cannot be looked up",
-            "https://example.org/a/b": "does not exist", "file:///etc": "does not exist",
-        }  # fmt: skip
+            "": "no config.json",
+            "~": "does not exist",
+            "no/such": "does not exist",
+            "/no/such/model": "does not exist",
+            "../nothing": "does not exist",
+            "a\0b": "does not exist",
+            "x" * 100_000: "cannot be looked up",
+            "https://example.org/a/b": "does not exist",
+            "file:///etc": "does not exist",
+        }
         for name, says in missing.items():
             status, code = (404, "model_not_found") if name else (400, "invalid_value")
             yield {"model": name}, status, code, says

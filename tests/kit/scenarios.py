@@ -270,15 +270,18 @@ SCENARIOS = {
     "death": Scenario(("death", "clients told"), death, {"kind": "RuntimeError", "delay": 0.03}),
     "stall": Scenario(("stall",), stall, {"kind": "sleep", "delay": 0.02}),
     "health": Scenario(
-        ("health: loading", "health: stalled", "health: dead"), health,
+        ("health: loading", "health: stalled", "health: dead"),
+        health,
         {"kind": "sleep_while_triggered", "delay": 0.02, "load_delay": 10 * ENOUGH},
     ),
     "drain": Scenario(("SIGTERM drains",), drain, {"kind": "none", "delay": 0.05}),
     "leak": Scenario(("the leak",), leak, {"kind": "none"}),
     "empty prompt": poison({"prompt": ""}, "empty prompt"),
     "stop that is no word": poison(KILLER, "stop that is no word"),
-    "top_k out of range": poison({"prompt": "x", "top_k": 10**6, "temperature": 0.5}, "top_k out of range"),
-}  # fmt: skip
+    "top_k out of range": poison(
+        {"prompt": "x", "top_k": 10**6, "temperature": 0.5}, "top_k out of range"
+    ),
+}
 COLUMNS = tuple(column for scenario in SCENARIOS.values() for column in scenario.columns)
 
 

@@ -33,9 +33,14 @@ from shim.core.catalogue import GUARDS
 
 # The guards without which a death or a hang is not told, or is not told rightly.
 HEART = (
-    "generation_death", "stall", "endless_wait", "untruthful_health", "abrupt_stop", "frozen_interpreter",
+    "generation_death",
+    "stall",
+    "endless_wait",
+    "untruthful_health",
+    "abrupt_stop",
+    "frozen_interpreter",
     "abandoned_request",
-)  # fmt: skip
+)
 AT_ONCE = 4  # most of a case is waiting
 FIXED = {"prompt": "The quick brown", "max_tokens": 8, "temperature": 0}
 # What else a changed server must answer as stock does: each name is used by one of these, or while it starts or loads.
@@ -232,9 +237,13 @@ class Bench:
 
 
 ASKED = {
-    "MLX_SHIM_ON_STALL": "dump", "MLX_SHIM_DECODE_STALL": "1s", "MLX_SHIM_PREFILL_STALL": "2s",
-    "MLX_SHIM_BAD_REQUEST": "0", "MLX_SHIM_KILLER_REQUEST": "0", "MLX_SHIM_CRASH_LOOP": "0",
-}  # fmt: skip
+    "MLX_SHIM_ON_STALL": "dump",
+    "MLX_SHIM_DECODE_STALL": "1s",
+    "MLX_SHIM_PREFILL_STALL": "2s",
+    "MLX_SHIM_BAD_REQUEST": "0",
+    "MLX_SHIM_KILLER_REQUEST": "0",
+    "MLX_SHIM_CRASH_LOOP": "0",
+}
 
 
 def _answers(server: Drifted) -> dict[str, Any]:

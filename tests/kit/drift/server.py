@@ -64,9 +64,13 @@ class Host:
         self._lock = threading.Lock()
         self._log = log.open("ab")
         self._process = subprocess.Popen(
-            [python_of(line), str(HERE / "host.py")], env=clean_environ(), stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self._log, start_new_session=True,
-        )  # fmt: skip
+            [python_of(line), str(HERE / "host.py")],
+            env=clean_environ(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
         assert self._process.stdout is not None
         if json.loads(self._process.stdout.readline() or "{}") != {"ready": True}:
             raise AssertionError(f"the fork server did not start:\n{log.read_text()[-2000:]}")
@@ -140,9 +144,15 @@ class Drifted(Server):
     """The server of a line, run by its fork server over the mlx_lm in `folder` (None: stock's)."""
 
     def __init__(
-        self, host: Host, folder: Path | None, model: Path, log: Path, *, args: tuple[str, ...] = (),
+        self,
+        host: Host,
+        folder: Path | None,
+        model: Path,
+        log: Path,
+        *,
+        args: tuple[str, ...] = (),
         environ: dict[str, str | None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.port, self.log, self.line, self.sockets = free_port(), log, host.line, []
         path = [REPO, *([folder] if folder is not None else [])]
         variables = clean_environ(**(environ or {}), PYTHONPATH=":".join(map(str, path)))

@@ -17,9 +17,19 @@ if TYPE_CHECKING:
 PAGE = REPO / "docs" / "compatibility.md"
 # The guards by which a server ends instead of staying as a zombie, tells its clients, and can be asked and stopped.
 HEART = (
-    "generation_death", "endless_wait", "stall", "wrong_status", "untruthful_health", "abrupt_stop", "killer_request",
-    "bad_request", "abandoned_request", "orphaned_process", "frozen_interpreter", "leaking_advance",
-)  # fmt: skip
+    "generation_death",
+    "endless_wait",
+    "stall",
+    "wrong_status",
+    "untruthful_health",
+    "abrupt_stop",
+    "killer_request",
+    "bad_request",
+    "abandoned_request",
+    "orphaned_process",
+    "frozen_interpreter",
+    "leaking_advance",
+)
 CELL = re.compile(r"yes|NO|not affected|not tried \(.+\)")
 _GUARD = re.compile(r"  (\w+) +([a-z]+)(?: \((.*)\))?")
 _INTRO = """\
@@ -83,9 +93,13 @@ class Row:
 def ask_doctor(python: str) -> dict[str, tuple[str, str]]:
     """State and reason of each guard, as the doctor prints them there."""
     child = subprocess.run(
-        [python, "-m", "shim", "doctor"], capture_output=True, text=True, check=False, cwd=REPO,
+        [python, "-m", "shim", "doctor"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=REPO,
         env=clean_environ(PYTHONPATH=str(REPO)),
-    )  # fmt: skip
+    )
     guards = child.stdout.partition("\nguards\n")[2].partition("\n\n")[0]
     found = [match.groups() for match in map(_GUARD.fullmatch, guards.splitlines()) if match]
     return {name: (kind, reason or "") for name, kind, reason in found}

@@ -31,11 +31,17 @@ def every_setting(folder: Path) -> dict[str, str]:
         "RECYCLE_REQUESTS",
     )
     return {f"MLX_SHIM_{name}": "100000" for name in much} | {
-        "MLX_SHIM_API_KEY_FILE": str(key), "MLX_SHIM_ALLOWED_MODELS": "x", "MLX_SHIM_WIRED": "off",
-        "MLX_SHIM_MEMORY_LIMIT": "1G", "MLX_SHIM_CACHE_LIMIT": "1G", "MLX_SHIM_MEMORY_SOFT": "80%",
-        "MLX_SHIM_MEMORY_HARD": "90%", "MLX_SHIM_STATE_DIR": str(folder), "MLX_SHIM_CRASH_LOOP": "1",
+        "MLX_SHIM_API_KEY_FILE": str(key),
+        "MLX_SHIM_ALLOWED_MODELS": "x",
+        "MLX_SHIM_WIRED": "off",
+        "MLX_SHIM_MEMORY_LIMIT": "1G",
+        "MLX_SHIM_CACHE_LIMIT": "1G",
+        "MLX_SHIM_MEMORY_SOFT": "80%",
+        "MLX_SHIM_MEMORY_HARD": "90%",
+        "MLX_SHIM_STATE_DIR": str(folder),
+        "MLX_SHIM_CRASH_LOOP": "1",
         "NOTIFY_SOCKET": str(folder / "none"),
-    }  # fmt: skip
+    }
 
 
 def layers(line: str, folder: Path) -> dict[str, list[str]]:
