@@ -1,4 +1,4 @@
-"""The keys of launchd.plist(5) and their types, as docs/launchd-keys.md lists them; a test holds them together."""
+"""The keys of launchd.plist(5) and their types. A test compares them with docs/launchd-keys.md."""
 
 from __future__ import annotations
 
@@ -100,5 +100,5 @@ TYPES = {"string": str, "boolean": bool, "integer": int, "array": list, "diction
 
 
 def is_a(value: object, types: str) -> bool:
-    """Whether a value out of plistlib is of one of the types, as they are written above."""
+    """Whether a value from plistlib is of one of the types, written as above."""
     return any(type(value) is TYPES[name] for name in types.split(" or "))

@@ -125,7 +125,7 @@ def test_what_cannot_be_told_is_said(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(f"open({str(ran)!r}, 'w')\n")
     (tmp_path / "config.json").write_text('{"model_type": "llama", "model_file": "model.py"}')
     with pytest.raises(
-        cache_cost.NotKnown, match="it brings code of its own, which is not run here"
+        cache_cost.NotKnown, match="it brings code of its own, which the shim does not run"
     ):
         cache_cost.ask(tmp_path, "float16")
     assert not ran.exists()

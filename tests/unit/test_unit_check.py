@@ -84,7 +84,7 @@ PLISTS = [
     (plist(KeepAlive="true"), "DEFEATS: KeepAlive: it is of the type str, which launchd ignores"),
     (
         plist(KeepAlive={"Crashed": True}),
-        "DEFEATS: KeepAlive Crashed: an exit with a status (70, 71, 75) is no crash",
+        "DEFEATS: KeepAlive Crashed: an exit with a status (70, 71, 75) is not a crash",
     ),
     (
         plist(KeepAlive={"Crashed": False}),
@@ -112,7 +112,7 @@ PLISTS = [
     (plist(LaunchOnlyOnce=True), "DEFEATS: LaunchOnlyOnce"),
     (plist(Disabled=True), "DEFEATS: Disabled"),
     (plist(EnableTransactions=True), "DEFEATS: EnableTransactions: launchd stops a job without"),
-    (plist(**variables(MLX_SHIM=0)), "note: EnvironmentVariables: MLX_SHIM is no string"),
+    (plist(**variables(MLX_SHIM=0)), "note: EnvironmentVariables: MLX_SHIM is not a string"),
     (plist(ProcessType="Background"), "DEFEATS: ProcessType: Background throttles"),
     (plist(Nice=10), "note: Nice"),
     (plist(LowPriorityIO=True), "note: LowPriorityIO"),
@@ -129,7 +129,7 @@ PLISTS = [
         plist(ExitTimeOut=10),
         "DEFEATS: ExitTimeOut: SIGKILL after 10 s, and the drain takes up to 26 s",
     ),
-    (plist(ExitTimeOut=0), "note: ExitTimeOut: it waits for ever"),
+    (plist(ExitTimeOut=0), "note: ExitTimeOut: it waits without limit"),
     (
         plist(**variables(MLX_SHIM_DRAIN="60s")),
         "DEFEATS: ExitTimeOut: SIGKILL after 40 s, and the drain takes up to 61 s",
@@ -141,13 +141,16 @@ PLISTS = [
     (plist(Nice="5"), "note: Nice: it is of the type str"),
     (
         plist(Sockets={"L": {"SockServiceName": "1"}}),
-        "DEFEATS: Sockets: launchd holds the port and nobody takes",
+        "DEFEATS: Sockets: launchd holds the port and the server does not",
     ),
     (
         plist(**variables(MLX_SHIM_LAUNCHD_SOCKET="L")),
         "DEFEATS: EnvironmentVariables: MLX_SHIM_LAUNCHD_SOCKET names no",
     ),
-    (plist(StandardErrorPath="~/log"), "DEFEATS: StandardErrorPath: '~/log' is no absolute path"),
+    (
+        plist(StandardErrorPath="~/log"),
+        "DEFEATS: StandardErrorPath: '~/log' is not an absolute path",
+    ),
     (plist(StandardErrorPath=None), "note: StandardErrorPath: it is missing"),
     (plist(Label=None), "DEFEATS: Label"),
     (plist(SoftResourceLimits=None), "note: SoftResourceLimits: 256 open files"),
@@ -190,11 +193,11 @@ PLISTS = [
     ),
     (
         plist(ProgramArguments=["python3", *SERVER[1:]]),
-        "DEFEATS: ProgramArguments: 'python3' is no absolute path",
+        "DEFEATS: ProgramArguments: 'python3' is not an absolute path",
     ),
     (
         plist(ProgramArguments=["~/v/bin/python", *SERVER[1:]]),
-        "DEFEATS: ProgramArguments: '~/v/bin/python': nobody",
+        "DEFEATS: ProgramArguments: '~/v/bin/python': no shell",
     ),
     (
         plist(ProgramArguments=["/no/python", *SERVER[1:]]),
@@ -202,7 +205,7 @@ PLISTS = [
     ),
     (
         plist(ProgramArguments=[*SERVER[:-1], "./m"]),
-        "DEFEATS: ProgramArguments: --model './m' is no absolute path",
+        "DEFEATS: ProgramArguments: --model './m' is not an absolute path",
     ),
     (
         plist(ProgramArguments=[*SERVER[:-1], "/no/m"]),
@@ -337,7 +340,7 @@ SERVICES = [
     ),
     (
         service("", "TimeoutStopSec=infinity"),
-        "note: line 4: [Service] TimeoutStopSec: it waits for ever",
+        "note: line 4: [Service] TimeoutStopSec: it waits without limit",
     ),
     (
         service("", "Environment=MLX_SHIM_DRAIN=2m"),
@@ -463,7 +466,7 @@ PROGRAMS = [
     ),
     (
         program(COMMAND, "venv/bin/python -m mlx_lm server"),
-        "DEFEATS: line 2: [program:mlx] command: 'venv/bin/python' is no",
+        "DEFEATS: line 2: [program:mlx] command: 'venv/bin/python' is not",
     ),
 ]
 
@@ -498,7 +501,7 @@ def test_what_is_of_another_kind(lines, kind, tmp_path):
         plistlib.dumps({"a": 1}),
         b"x" * 10**6,
     ):
-        with pytest.raises(Refused, match="is no "):
+        with pytest.raises(Refused, match="is not a "):
             lines(kind, text)
     with pytest.raises(Refused, match="cannot be read"):
         check.findings(kind, Path(tmp_path), REPO)

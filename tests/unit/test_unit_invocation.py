@@ -67,7 +67,7 @@ def test_the_interpreter_of_a_console_script(tmp_path):
         script.write_text(text)
         assert invocation.interpreter_of(script) == wanted
     script.write_text("\x7fELF")
-    with pytest.raises(Refused, match="no console script"):
+    with pytest.raises(Refused, match="not a console script"):
         invocation.interpreter_of(script)
 
 
