@@ -1,7 +1,10 @@
-"""Makes what the tests need, once, and runs them: python3 tests/run.py [arguments of pytest].
+"""Makes the environments of the tests, once, and runs the tests.
 
-One virtual environment for each release of mlx-lm, in .venvs/, remade when what goes into it changes. The newest one
-also holds the test tools and runs them. Nothing here needs more than Python 3.11 and a package index.
+python3 tests/run.py [arguments of pytest]
+
+It makes one virtual environment in .venvs/ for each release of mlx-lm, and makes it again when its
+requirements change. The newest one also holds the test tools and runs them. This needs only Python
+3.11 and a package index.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from pathlib import Path
 from kit import releases
 from kit.releases import NEWEST, REPO, VENVS, make, make_environment
 
-# 0.31.3 and 0.32.2 are the two lines in use; 0.32.0 is asked about the leak.
+# 0.31.3 and 0.32.2 are the two lines in use. The tests of the leak also need 0.32.0.
 LINES = ("0.31.3", "0.32.0", "0.32.2")
-# Releases of wrapt the shim must refuse (1.15.0, 2.2.0), and old ones it must work with.
+# Releases of wrapt that the shim must refuse (1.15.0, 2.2.0), and old ones that must work.
 WRAPTS = ("1.15.0", "1.16.0", "1.17.3", "2.2.0")
 
 
@@ -30,7 +33,7 @@ def requirements(line: str) -> list[str]:
 
 
 def prepare() -> Path:
-    """Every environment; returns the Python that runs the tests."""
+    """Make every environment. Returns the Python that runs the tests."""
     for line in LINES:
         make_environment(VENVS / line, requirements(line))
     python = VENVS / NEWEST / "bin" / "python"
@@ -57,11 +60,12 @@ def main() -> int:
         k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("MLX_SHIM")
     }
     for check in (["ruff", "check", "."], ["ruff", "format", "--check", "-q", "."], ["mypy"]):
+        # With arguments, only the tests that they name run.
         if sys.argv[1:]:
-            break  # somebody wants certain tests
+            break
         print("$", *check, flush=True)
         subprocess.run([python, "-m", *check], cwd=REPO, env=environ, check=True)
-    # Four at a time on two cores: most of a test is waiting for a server, or for a fault that must not show itself.
+    # Four at a time on two cores: most of a test is waiting, for a server or for a fault.
     arguments = sys.argv[1:] or ["-n", "4", "--dist", "loadgroup", "--durations=15"]
     return subprocess.run(
         [python, "-m", "pytest", *arguments], cwd=REPO, env=environ, check=False
