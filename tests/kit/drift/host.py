@@ -1,13 +1,14 @@
-"""A fork server: starts stock servers in a second less, because what is heavy and not mlx_lm's is imported once.
+"""A fork server. It starts stock servers a second faster: it imports the heavy modules only once.
 
-The interpreter of a line runs it. A line of stdin is a command in JSON:
+The interpreter of a line runs it. A line of stdin is a command in JSON. To start mlx_lm.server as a
+child, and to end a child with SIGKILL:
 
-    {"id": ..., "path": [...], "environ": {...}, "args": [...], "log": ...}    start mlx_lm.server as a child
-    {"kill": PID}                                                              end a child with SIGKILL
+    {"id": ..., "path": [...], "environ": {...}, "args": [...], "log": ...}
+    {"kill": PID}
 
-and a line of stdout is an answer: {"id": ..., "pid": ...}, and {"pid": ..., "status": ...} when a child has ended. The
-child goes on as Python does with PYTHONPATH=path: it imports sitecustomize from there, then runs `-m mlx_lm server`.
-With the end of stdin all children are ended.
+A line of stdout is an answer: {"id": ..., "pid": ...}, and {"pid": ..., "status": ...} when a child
+has ended. The child goes on like Python with PYTHONPATH=path: it imports sitecustomize from there,
+then runs `-m mlx_lm server`. When stdin ends, it ends all children.
 """
 
 import gc
@@ -19,11 +20,12 @@ import select
 import signal
 import sys
 
-LOOK = 0.05  # seconds between two looks for children that have ended
+# Seconds between two looks for children that have ended.
+LOOK = 0.05
 
 
 def warm():
-    """What mlx_lm imports of others: no thread is started, and MLX is left to the child, for Metal's sake."""
+    """Import what mlx_lm imports, without threads. The child imports MLX itself, for Metal."""
     for name in (
         "huggingface_hub",
         "jinja2",
@@ -38,7 +40,8 @@ def warm():
         transformers.PreTrainedTokenizer,
         transformers.PreTrainedTokenizerFast,
     )
-    sys.modules.pop("sitecustomize", None)  # the child imports the one that its path has
+    # The child imports the one on its own path.
+    sys.modules.pop("sitecustomize", None)
     assert not any(name.split(".")[0] in ("mlx_lm", "shim", "wrapt") for name in sys.modules)
     gc.collect()
     gc.freeze()
@@ -49,7 +52,7 @@ def say(**answer):
 
 
 def serve():
-    """Fork at each command. Returns in the child, with the command; ends the process when stdin ends."""
+    """Fork at each command. Returns in the child, with the command. Exits when stdin ends."""
     children = set()
     rest = b""
     while True:
@@ -84,7 +87,7 @@ def has_ended(pid):
 
 
 def become(command):
-    """What differs between this process and one that Python has just started."""
+    """Make this child like a process that Python has just started."""
     os.setsid()
     log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -104,7 +107,8 @@ def become(command):
         pass
 
 
-del sys.path[0]  # the folder of this file
+# The folder of this file.
+del sys.path[0]
 warm()
 say(ready=True)
 become(serve())

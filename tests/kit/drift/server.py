@@ -1,4 +1,4 @@
-"""Starts stock servers whose sources were changed, as children of the fork server of a line (tests/kit/drift/host.py)."""
+"""Starts stock servers with changed sources, as children of a line's fork server (host.py)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ HERE = Path(__file__).parent
 
 
 def package_of(line: str) -> Path:
-    """The folder of mlx_lm of a line."""
+    """The folder of a line's mlx_lm."""
     return next((VENVS / line / "lib").glob("python*/site-packages/mlx_lm"))
 
 
 def lay_out(folder: Path, package: Path, changed: Sources) -> Path:
-    """Put a mlx_lm into `folder` in which those modules are as given, and all else is a link to the stock file."""
+    """Make a mlx_lm in `folder` with the changed modules, and links to stock for the others."""
     shutil.copy(HERE / "names.py", folder / "drift_names.py")
     for module, source in changed.items():
         path = file_of(folder, module) if "." in module else folder / module / "__init__.py"
+        # A package that is not laid out yet.
         if (package.parent / path.relative_to(folder).with_suffix("") / "__init__.py").is_file():
-            path = path.with_suffix("") / "__init__.py"  # a package that is not laid out yet
+            path = path.with_suffix("") / "__init__.py"
         for parent in reversed(path.relative_to(folder).parents[:-1]):
             (folder / parent).mkdir(exist_ok=True)
         path.write_text(source)
@@ -55,7 +56,7 @@ def _link(folder: Path, stock: Path, changed: set[Path]) -> None:
 
 
 class Host:
-    """The fork server of a line, and what it tells of its children."""
+    """The fork server of a line, and its reports about its children."""
 
     def __init__(self, line: str, log: Path) -> None:
         self.line = line
@@ -97,7 +98,7 @@ class Host:
             return self._answers.setdefault(key, queue.Queue())
 
     def kill(self, pid: int) -> None:
-        """By way of the host, which knows whether the number is still the child's."""
+        """Let the host kill it: the host knows whether the number is still the child's."""
         self._send(kill=pid)
 
     def _send(self, **command: Any) -> None:
@@ -117,7 +118,7 @@ class Host:
 
 
 class Child:
-    """A child of the fork server, with what harness.Server uses of a subprocess.Popen."""
+    """A child of the fork server, with the part of subprocess.Popen that harness.Server uses."""
 
     def __init__(self, host: Host, pid: int, ended: queue.Queue[Any]) -> None:
         self.host, self.pid, self.returncode = host, pid, None
@@ -141,7 +142,7 @@ class Child:
 
 
 class Drifted(Server):
-    """The server of a line, run by its fork server over the mlx_lm in `folder` (None: stock's)."""
+    """The server of a line, run by its fork server with the mlx_lm in `folder` (None: stock's)."""
 
     def __init__(
         self,
@@ -161,7 +162,7 @@ class Drifted(Server):
         self.process = host.fork(path, variables, command, log)
 
     def ready(self) -> Drifted:
-        """Sooner given up than with other servers: it is up within a second, or it does not serve."""
+        """Wait less than for other servers: it is up within a second, or it does not serve."""
         assert wait_until(self._answers, READY), f"never answered; its log:\n{self.text()[-3000:]}"
         return self
 
