@@ -1,4 +1,4 @@
-"""A systemd service, with a socket where asked, and what is to be known about it."""
+"""Makes a systemd service, with a socket where asked, and advice."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def _socket(unit: Unit) -> str:
 
 
 def quoted(word: str) -> str:
-    """A word as systemd.syntax(7) has it, specifiers escaped. In ExecStart, $ is to be doubled besides."""
+    """Quote a word as in systemd.syntax(7), specifiers escaped. In ExecStart, double each $ too."""
     if _PLAIN.fullmatch(word):
         return word
     return '"' + percent(word).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def percent(text: str) -> str:
-    """Text that systemd takes as it stands, but for specifiers."""
+    """Escape the specifiers in a text that systemd otherwise takes as it is."""
     return text.replace("%", "%%")
 
 
@@ -103,17 +103,21 @@ def _advice(unit: Unit) -> list[str]:
         + ("boot" if unit.user else "login"),
         f"  systemctl{user} status {unit.name}    # look: the last status (docs/exit-codes.md)",
         f"  journalctl{user} -f -u {unit.name}",
-        f"  {sudo}systemctl{user} restart {unit.name}    # restart: drains for at most {unit.stop_limit} s",
+        (
+            f"  {sudo}systemctl{user} restart {unit.name}"
+            f"    # restart: drains for at most {unit.stop_limit} s"
+        ),
         f"  {sudo}systemctl{user} disable --now {units}    # stop and remove",
         *([] if unit.user else [linger]),
         (
-            "Restart=always with StartLimitIntervalSec=0: started again whatever the status, for ever; `systemctl stop` is how"
-            " to stop it. A start that always fails (78) is tried again too, since the disk or the hub may come back; add"
+            "Restart=always with StartLimitIntervalSec=0: systemd starts it again whatever the"
+            " status, without limit; `systemctl stop` stops it. A start that always fails (78) is"
+            " tried again too, since the disk or the hub may come back; add"
             " RestartPreventExitStatus=78 to have it stay down."
         ),
         (
-            f"KillMode=mixed and TimeoutStopSec={unit.stop_limit}: SIGTERM to the server, SIGKILL to all that long after it;"
-            " the drain and the farewell fit in."
+            f"KillMode=mixed and TimeoutStopSec={unit.stop_limit}: SIGTERM to the server, SIGKILL"
+            " to all processes that long after it. The drain, and telling the clients, take less."
         ),
         *([notify] if unit.notify else []),
     ]

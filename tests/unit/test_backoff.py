@@ -24,10 +24,15 @@ def deaths(*ages, status=70):
 @pytest.mark.parametrize(
     ("text", "limit"),
     [
-        ("5/10m", (5, 600, 10)), (" 1/90 ", (1, 90, 10)), ("3/1h,2s", (3, 3600, 2)), ("3/10m, 500ms", (3, 600, 0.5)),
-        ("0", None), ("OFF", None), ("no", None),
+        ("5/10m", (5, 600, 10)),
+        (" 1/90 ", (1, 90, 10)),
+        ("3/1h,2s", (3, 3600, 2)),
+        ("3/10m, 500ms", (3, 600, 0.5)),
+        ("0", None),
+        ("OFF", None),
+        ("no", None),
     ],
-)  # fmt: skip
+)
 def test_the_setting(text, limit):
     assert values.parse_breaker(text) == limit
 

@@ -58,8 +58,9 @@ def test_a_second_stop_does_not_wait(ended, engine, monkeypatch):
     monkeypatch.setattr(drain, "ECHO_WINDOW", 0.0)
     engine.serving[1] = 0.0
     assert ended(drain.Order("SIGINT"), drain.Order("SIGTERM"))[:2] == (
-        0, "SIGINT; in flight: 0 finished, 1 cut short",
-    )  # fmt: skip
+        0,
+        "SIGINT; in flight: 0 finished, 1 cut short",
+    )
 
 
 def test_an_echo_of_the_first_is_none(ended, engine, monkeypatch):
@@ -157,8 +158,9 @@ def test_jitter_and_what_is_set(engine, monkeypatch):
     current = settings.Settings(recycle_requests=1000, recycle_age=3600.0)
     limits = grown_process.drawn(current, 1.05)
     assert [(limit.setting, limit.value) for limit in limits] == [
-        ("MLX_SHIM_RECYCLE_REQUESTS", 1050), ("MLX_SHIM_RECYCLE_AGE", 3780),
-    ]  # fmt: skip
+        ("MLX_SHIM_RECYCLE_REQUESTS", 1050),
+        ("MLX_SHIM_RECYCLE_AGE", 3780),
+    ]
     monkeypatch.setattr(grown_process, "engine", engine)
     engine.started -= 7200
     assert limits[1].read() == 0, "a wait, or a load, is no age"

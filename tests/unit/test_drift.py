@@ -91,8 +91,17 @@ def run(sources, monkeypatch):
 
 NAMES = [
     ("mlx_lm.engine", path)
-    for path in ("Engine", "Engine.__init__", "Engine.work", "Engine.close", "Engine.queue", "Engine.limit", "help", "Queue")
-]  # fmt: skip
+    for path in (
+        "Engine",
+        "Engine.__init__",
+        "Engine.work",
+        "Engine.close",
+        "Engine.queue",
+        "Engine.limit",
+        "help",
+        "Queue",
+    )
+]
 
 
 @pytest.mark.parametrize(

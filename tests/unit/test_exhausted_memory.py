@@ -32,8 +32,10 @@ def test_above_soft_it_trims_first_and_then_turns_away(guard, engine, request_):
     it.look(750)
     assert engine.memory_error is None
     assert [line.rpartition(": ")[2] for line in it.lines] == [
-        "the caches are trimmed", "new requests are 503 until it is less", "new requests are accepted again",
-    ]  # fmt: skip
+        "the caches are trimmed",
+        "new requests are 503 until it is less",
+        "new requests are accepted again",
+    ]
     assert all("soft is 800.0 MiB" in line for line in it.lines[:2])
 
 

@@ -44,8 +44,9 @@ def test_above_hard_the_largest_goes_then_the_next_once_the_first_is_let_go(
     assert not small.stopped
     assert it.orders == []
     assert [line.split(", ")[1] for line in it.lines if "ended" in line] == [
-        f"request {large.id} (500 tokens) is ended", f"request {young.id} (10 tokens) is ended",
-    ]  # fmt: skip
+        f"request {large.id} (500 tokens) is ended",
+        f"request {young.id} (10 tokens) is ended",
+    ]
 
 
 @pytest.mark.parametrize(

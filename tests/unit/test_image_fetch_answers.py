@@ -128,6 +128,9 @@ def test_bodies_of_all_kinds(one_public):
     }
     with Listener(replies.get) as listener:
         assert {path: fetch(listener.url(path)) for path in replies} == {
-            "/length": ("image/webp", body), "/chunked": ("image/jpeg", body), "/until-it-closes": ("text/plain", body),
-            "/http-1.0": ("text/plain", body), "/interim": ("image/png", body),
-        }  # fmt: skip
+            "/length": ("image/webp", body),
+            "/chunked": ("image/jpeg", body),
+            "/until-it-closes": ("text/plain", body),
+            "/http-1.0": ("text/plain", body),
+            "/interim": ("image/png", body),
+        }

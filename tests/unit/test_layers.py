@@ -77,8 +77,10 @@ def test_the_table_of_rooms_has_no_circle():
             seen |= new
             new = set().union(*(BELOW[each] for each in new)) - seen
             assert room not in new
-    assert all(room in ("cli", "units", "planning", "__main__") or not below & set(ONLY_THE_COMMAND_LINE)
-               for room, below in BELOW.items())  # fmt: skip
+    assert all(
+        room in ("cli", "units", "planning", "__main__") or not below & set(ONLY_THE_COMMAND_LINE)
+        for room, below in BELOW.items()
+    )
 
 
 def test_no_guard_imports_another():

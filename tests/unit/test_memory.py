@@ -87,11 +87,16 @@ def test_macos_pressure_by_a_stand_in_for_its_call(level, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("stock", None), ("off", Wired()), ("0", Wired()), ("12G", Wired(12 * GIB)), ("50%", Wired(32 * GIB)),
-        ("model+4G", Wired(4 * GIB, model=True)), ("model+10%", Wired(int(6.4 * GIB), model=True)),
+        ("stock", None),
+        ("off", Wired()),
+        ("0", Wired()),
+        ("12G", Wired(12 * GIB)),
+        ("50%", Wired(32 * GIB)),
+        ("model+4G", Wired(4 * GIB, model=True)),
+        ("model+10%", Wired(int(6.4 * GIB), model=True)),
         ("auto", Wired(4 * GIB, model=True, auto=True)),
     ],
-)  # fmt: skip
+)
 def test_wired_is_read(text, expected, monkeypatch):
     monkeypatch.setattr(memory, "total", lambda: 64 * GIB)
     assert values.parse_wired(text) == expected
@@ -114,8 +119,12 @@ def test_what_a_limit_is_not(text):
 def test_a_limit_is_a_size_or_a_share(monkeypatch):
     monkeypatch.setattr(memory, "total", lambda: 64 * GIB)
     assert [values.parse_memory(text) for text in ("0", "48G", "75%", "100 %", "12.5%")] == [
-        0, 48 * GIB, 48 * GIB, 64 * GIB, 8 * GIB,
-    ]  # fmt: skip
+        0,
+        48 * GIB,
+        48 * GIB,
+        64 * GIB,
+        8 * GIB,
+    ]
     assert [values.parse_optional_size(text) for text in ("stock", "0", "1M")] == [None, 0, MIB]
     with pytest.raises(ValueError, match="accepted: stock, or a size"):
         values.parse_optional_size("much")
@@ -124,9 +133,14 @@ def test_a_limit_is_a_size_or_a_share(monkeypatch):
 @pytest.mark.parametrize(
     ("policy", "model", "expected"),
     [
-        ("off", 10, 0), ("5G", 10, 5), ("model+4G", 10, 14), ("model+4G", 0, 0),
-        ("auto", 38, 0), ("auto", 39, 43), ("auto", 0, 0),
+        ("off", 10, 0),
+        ("5G", 10, 5),
+        ("model+4G", 10, 14),
+        ("model+4G", 0, 0),
+        ("auto", 38, 0),
+        ("auto", 39, 43),
+        ("auto", 0, 0),
     ],
-)  # fmt: skip
+)
 def test_how_much_may_be_wired(policy, model, expected):
     assert values.parse_wired(policy).most(model * GIB, 64 * GIB) == expected * GIB

@@ -30,14 +30,38 @@ def test_what_is_wrong_is_named(case):
 
 
 GOOD = {
-    "prompt": "x", "stream": False, "stream_options": {"include_usage": True}, "model": "default_model",
-    "draft_model": None, "adapters": None, "num_draft_tokens": 3, "max_completion_tokens": None, "max_tokens": 2**70,
-    "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0.05, "repetition_penalty": 1.1, "repetition_context_size": 0,
-    "presence_penalty": -2, "frequency_penalty": 2.0, "xtc_probability": 0.0, "xtc_threshold": 0.1,
-    "logit_bias": {"0": -100, "256": 1.5}, "logprobs": True, "top_logprobs": -1, "seed": 2**64 - 1,
-    "chat_template_kwargs": {"enable_thinking": False, "truncation": False, "max_length": None}, "stop": ["a", ""], "tools": [], "role_mapping": {"user": "U: "},
-    "n": 1, "user": None, "metadata": {"deep": [[[{}]]]}, "unknown": "\U0001f600",
-}  # fmt: skip
+    "prompt": "x",
+    "stream": False,
+    "stream_options": {"include_usage": True},
+    "model": "default_model",
+    "draft_model": None,
+    "adapters": None,
+    "num_draft_tokens": 3,
+    "max_completion_tokens": None,
+    "max_tokens": 2**70,
+    "temperature": 0,
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+    "repetition_context_size": 0,
+    "presence_penalty": -2,
+    "frequency_penalty": 2.0,
+    "xtc_probability": 0.0,
+    "xtc_threshold": 0.1,
+    "logit_bias": {"0": -100, "256": 1.5},
+    "logprobs": True,
+    "top_logprobs": -1,
+    "seed": 2**64 - 1,
+    "chat_template_kwargs": {"enable_thinking": False, "truncation": False, "max_length": None},
+    "stop": ["a", ""],
+    "tools": [],
+    "role_mapping": {"user": "U: "},
+    "n": 1,
+    "user": None,
+    "metadata": {"deep": [[[{}]]]},
+    "unknown": "\U0001f600",
+}
 
 
 @pytest.mark.parametrize(

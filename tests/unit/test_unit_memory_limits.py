@@ -85,7 +85,7 @@ def test_a_limit_that_is_given_and_the_other_in_the_plist(limits, tmp_path):
     )
     soft, hard, err = limits("--model", folder, env=[f"{SOFT}=54272M"])
     assert (soft, hard) == ("54272M", None)
-    assert f"no {HARD}: 54272M, which it would be, is not above the {SOFT}=54272M given" in err
+    assert f"no {HARD}: 54272M, which it would be, is not above the given {SOFT}=54272M" in err
     assert limits("--model", folder, env=[f"{SOFT}=53G"])[:2] == ("53G", None)
     assert limits("--model", folder, env=[f"{SOFT}=52G"])[:2] == ("52G", "54272M")
     soft, hard, err = limits("--model", folder, env=[f"{HARD}=lots"])

@@ -95,9 +95,11 @@ def test_systemd_as_systemd_reads_it(tmp_path_factory, units):
         ).files.values()
         (folder / f"local-{number:02}.service").write_text(text)
     shown = subprocess.run(
-        [analyze, "verify", "--man=no", *sorted(map(str, folder.iterdir()))], capture_output=True, check=False,
+        [analyze, "verify", "--man=no", *sorted(map(str, folder.iterdir()))],
+        capture_output=True,
+        check=False,
         env=os.environ | {"SYSTEMD_LOG_LEVEL": "debug"},
-    ).stdout.decode()  # fmt: skip
+    ).stdout.decode()
     parts = shown.split("-> Unit local-")[1:]
     seen = {}
     for part in parts:

@@ -36,10 +36,14 @@ def look(tmp_path):
     def look_at(argv, *, environ=True):
         file = tmp_path / "plist"
         plist = {
-            "Label": "x", "ProgramArguments": list(argv), "KeepAlive": True, "ExitTimeOut": 40, "StandardErrorPath": "/log",
+            "Label": "x",
+            "ProgramArguments": list(argv),
+            "KeepAlive": True,
+            "ExitTimeOut": 40,
+            "StandardErrorPath": "/log",
             "EnvironmentVariables": {"PYTHONPATH": str(REPO)} if environ else {},
             "SoftResourceLimits": {"NumberOfFiles": 4096},
-        }  # fmt: skip
+        }
         file.write_bytes(plistlib.dumps(plist))
         file.chmod(0o644)
         return [str(f).removeprefix(f"{file}: ") for f in check.findings("launchd", file, REPO)]

@@ -1,4 +1,4 @@
-"""docs/guards.md, made from the guards themselves: what each says of itself, what asks for it, and its switch."""
+"""Makes docs/guards.md from the guards: what each says of itself, what asks for it, its switch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ ISSUES = {"mlx-lm": "ml-explore/mlx-lm", "mlx": "ml-explore/mlx"}
 
 _HEAD = """# The guards
 
-Made from the guards themselves by `python tests/bench/guards.py`: do not edit it. Each is one file in
-[shim/guards](../shim/guards/__init__.py), named after a defect of the stock server, and has a switch: `MLX_SHIM_<NAME>=0`
-turns it off. [How it works](how-it-works.md#guards) says which states a guard can be in.
+`python tests/bench/guards.py` makes this page from the guards: do not edit it. Each guard is one
+file in [shim/guards](../shim/guards/__init__.py), named after a defect of the stock server, and has
+a switch: `MLX_SHIM_<NAME>=0` turns it off. [How it works](how-it-works.md#guards) says which states
+a guard can be in.
 
 Without the first {heart} there is no promise. They are the heart: {names}.
 
@@ -66,7 +67,7 @@ def _facts(key: str | tuple[str, ...]) -> str:
 
 
 def _linked(upstream: str) -> str:
-    """Issue numbers become links."""
+    """Turn issue numbers into links."""
 
     def link(found: re.Match[str]) -> str:
         repository = ISSUES[found[1]]
