@@ -156,7 +156,7 @@ class Settings:
     )  # fmt: skip
     max_kv_size: int = _setting(
         "0", "number", parse_kv_size,
-        "tokens a rotating KV cache keeps (docs/limits.md says what that does); 0 is no limit", "unlimited_tokens",
+        "tokens a rotating KV cache keeps (docs/http.md says what that does); 0 is no limit", "unlimited_tokens",
     )  # fmt: skip
     api_key_file: str = _setting(
         "", "file", str.strip,

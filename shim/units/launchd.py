@@ -1,4 +1,4 @@
-"""A launchd property list, and what is to be known about it. The keys are those of docs/launchd-keys.md."""
+"""A launchd property list, and what is to be known about it. The keys are those of docs/launchd.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of launchd.plist(5) and their types, as docs/launchd-keys.md lists them; a test holds them together."""
+"""The keys of launchd.plist(5) and their types, as docs/launchd.md lists them; a test holds them together."""
 
 from __future__ import annotations
 

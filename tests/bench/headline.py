@@ -1,5 +1,5 @@
 """Deaths in a row under supervisord, eight openai clients asking all the time: with the socket handed over, without, and
-with stock, one after another. The tables are for docs/supervision.md.
+with stock, one after another. The tables are for docs/sockets.md.
 
 .venvs/0.32.2/bin/python tests/bench/headline.py [deaths] [seconds to watch stock]
 """

@@ -31,7 +31,7 @@ Made on {date} by
 
 with mlx-lm-shim {version}, in {minutes:.0f} minutes, on {system}. Do not edit it: run that again. Each release ran in an
 environment of its own, with the stock `mlx_lm.server` and a tiny model whose forward pass can be told to misbehave.
-[What is not verified](limits.md) on a Mac is not verified here either.
+[What is not verified](not-verified.md) on a Mac is not verified here either.
 
 ## What was seen
 
