@@ -1,4 +1,4 @@
-"""docs/adding-a-guard.md is followed to the letter, in a copy of the tree: the guard that it makes works."""
+"""docs/adding-a-guard.md, followed to the letter in a copy of the tree, makes a guard that works."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kit.harness import LINES, NEWEST, REPO, VENVS, clean_environ, python_of
 
 PAGE = "adding-a-guard.md"
 NAME = "unparsable_404"
-# In the words of pytest's `-o`: the markers that the page uses, whatever the copy of pyproject.toml declares.
+# For pytest's `-o`: the markers that the page uses, whatever pyproject.toml declares.
 MARKERS = "markers=guard\ncontrol"
 
 

@@ -32,12 +32,12 @@ SINKS = {
     "getLogger('mlx_lm.server').warning": (0, "", ""),
     "getLogger('mlx_lm.server').error": (0, "", ""),
 }
-# As above, in one file alone.
+# As above, in one file alone. A function that passes a parameter on to one of these needs no row:
+# its callers are found.
 SINKS_OF = {
     "shim/core/settings.py": {"bad.append": (0, "", "")},
     "shim/boot.py": {"_blind.append": (0, "", ""), "reasons.append": (0, "", "")},
     "shim/engine/fatal.py": {"_take": (1, "", "")},
-    "shim/guards/exhausted_memory.py": {"self._replace": (0, "", "")},
 }
 # Lists of messages that are not appended to one by one.
 LISTS = {"shim/core/settings.py": ("unknown",)}
@@ -47,7 +47,6 @@ PASSED_ON = {
     ("shim/boot.py", "'; '.join(unkept)"),
     ("shim/core/report.py", "text"),
     ("shim/engine/fatal.py", "_verdict"),
-    ("shim/guards/exhausted_memory.py", "why"),
     ("shim/cli/unit.py", "text"),
 }
 
@@ -56,14 +55,29 @@ def in_code() -> dict[str, set[str]]:
     """Each message that the code can print, and the modules that print it."""
     found: dict[str, set[str]] = {}
     for path in [REPO / "sitecustomize.py", *sorted((REPO / "shim").rglob("*.py"))]:
-        for text in _File(path).messages():
+        for text in _messages(path):
             if text != HOLE:  # the name of a signal, or what another call has made
                 found.setdefault(text, set()).add(_module(path))
     return found
 
 
+def _messages(path: Path) -> Iterator[str]:
+    """Those in a file, and those that its callers give to its functions, within a guard's folder."""
+    here = _File(path)
+    yield from here.messages()
+    for function, position in here.passing:
+        for file in sorted(path.parent.glob("*.py")) if _is_in_folder(path) else [path]:
+            yield from _File(file, {function: (position, "", "")}).messages()
+
+
+def _is_in_folder(path: Path) -> bool:
+    """Whether it belongs to a guard that is a folder."""
+    return path.parent.parent.name == "guards"
+
+
 def _module(path: Path) -> str:
-    return path.parent.name if path.stem == "__init__" else path.stem
+    """What the page calls it: a guard by its name, else the module by its own."""
+    return path.parent.name if _is_in_folder(path) else path.stem
 
 
 def normal(text: str) -> str:
@@ -73,10 +87,12 @@ def normal(text: str) -> str:
 
 
 class _File:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sinks: dict[str, tuple[int, str, str]] | None = None) -> None:
         self.name = str(path.relative_to(REPO))
         self.tree = ast.parse(path.read_text())
-        self.sinks = SINKS | SINKS_OF.get(self.name, {})
+        self.sinks = sinks or SINKS | SINKS_OF.get(self.name, {})
+        # Functions whose callers have the message, and the position of that parameter.
+        self.passing: set[tuple[str, int]] = set()
         self.within = {
             child: function
             for function in ast.walk(self.tree)
@@ -85,7 +101,7 @@ class _File:
         }
 
     def messages(self) -> Iterator[str]:
-        lists = LISTS.get(self.name, ())
+        lists = LISTS.get(self.name, ()) if self.sinks.keys() >= SINKS.keys() else ()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Call):
                 yield from self._printed(node)
@@ -103,11 +119,15 @@ class _File:
                         normal(before + text + after) for text in self._texts(argument, call)
                     )
                 return
-        if name == "print" and any(ast.unparse(k.value) == "sys.stderr" for k in call.keywords):
+        if (
+            name == "print"
+            and "report.line" in self.sinks
+            and any(ast.unparse(k.value) == "sys.stderr" for k in call.keywords)
+        ):
             yield from self._texts(call.args[0], call)
 
     def _texts(self, node: ast.expr, at: ast.AST) -> Iterator[str]:
-        """What an argument may be. Raises LookupError where that is not to be seen."""
+        """What an argument may be. Raises LookupError where that cannot be seen."""
         if (self.name, ast.unparse(node)) in PASSED_ON:
             return
         if isinstance(node, ast.IfExp):
@@ -115,15 +135,24 @@ class _File:
             yield from self._texts(node.orelse, at)
         elif isinstance(node, ast.Name):
             values = list(self._assigned(node.id, at))
-            if not values:
-                raise LookupError(
-                    f"{self.name}:{node.lineno}: what `{node.id}` holds when it is printed cannot be "
-                    "seen: write the message into the call, or add a way to find it to this module"
-                )
             for value in values:
                 yield from self._texts(value, at)
+            if not values and not self._is_parameter(node.id, at):
+                raise LookupError(
+                    f"{self.name}:{node.lineno}: what `{node.id}` holds when it is printed cannot "
+                    "be seen: write the message into the call, or teach this module to find it"
+                )
         else:
-            yield normal(_template(node))
+            yield normal(self._template(node, at))
+
+    def _is_parameter(self, name: str, at: ast.AST) -> bool:
+        """Whether the enclosing function is given it: then its callers have the message."""
+        function = self.within.get(at)
+        parameters = [a.arg for a in function.args.args if a.arg != "self"] if function else []
+        if function is None or name not in parameters:
+            return False
+        self.passing.add((function.name, parameters.index(name)))
+        return True
 
     def _assigned(self, name: str, at: ast.AST) -> Iterator[ast.expr]:
         for node in ast.walk(self.within.get(at, self.tree)):
@@ -137,22 +166,27 @@ class _File:
                     if isinstance(one, ast.Name) and one.id == name:
                         yield its
 
+    def _template(self, node: ast.expr, at: ast.AST) -> str:
+        """The constant parts of an expression, with holes between them."""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return re.sub(r"%[drs]", HOLE, node.value)
+        if isinstance(node, ast.JoinedStr):
+            return "".join(self._template(part, at) for part in node.values)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return self._part(node.left, at) + self._part(node.right, at)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+            return self._template(node.left, at)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            joined = node.args[0] if node.func.attr == "join" else None
+            if isinstance(joined, ast.List):
+                between = self._template(node.func.value, at)
+                return between.join(self._part(part, at) for part in joined.elts)
+        return HOLE
 
-def _template(node: ast.expr) -> str:
-    """The constant parts of an expression, with holes between them."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return re.sub(r"%[drs]", HOLE, node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_template(part) for part in node.values)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _template(node.left) + _template(node.right)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
-        return _template(node.left)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        joined = node.args[0] if node.func.attr == "join" else None
-        if isinstance(joined, ast.List):
-            return _template(node.func.value).join(_template(part) for part in joined.elts)
-    return HOLE
+    def _part(self, node: ast.expr, at: ast.AST) -> str:
+        """As `_template`, for a part that may be a name of the text."""
+        values = list(self._assigned(node.id, at)) if isinstance(node, ast.Name) else [node]
+        return self._template(values[0], at) if len(values) == 1 else HOLE
 
 
 _ROW = re.compile(r"^\| `([^`]+)` \| ([^|]*) \|(.*)$")
