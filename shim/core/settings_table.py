@@ -169,7 +169,7 @@ class Settings:
         "0",
         "number",
         parse_kv_size,
-        "tokens that a rotating KV cache keeps (docs/limits.md says what that does); 0 means no "
+        "tokens that a rotating KV cache keeps (docs/http.md says what that does); 0 means no "
         "limit",
     )
     api_key_file: str = _setting(

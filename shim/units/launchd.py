@@ -1,4 +1,4 @@
-"""Makes a launchd property list, with advice. The keys are those of docs/launchd-keys.md."""
+"""Makes a launchd property list, with advice. The keys are those of docs/launchd.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of launchd.plist(5) and their types. A test compares them with docs/launchd-keys.md."""
+"""The keys of launchd.plist(5) and their types. A test compares them with docs/launchd.md."""
 
 from __future__ import annotations
 

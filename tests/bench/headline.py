@@ -1,7 +1,7 @@
 """Measures deaths in a row under supervisord, while eight openai clients ask all the time.
 
 It runs the shim with the socket handed over, the shim without, and stock, one after another. The
-tables are for docs/supervision.md.
+tables are for docs/sockets.md.
 
 .venvs/0.32.2/bin/python tests/bench/headline.py [deaths] [seconds to watch stock]
 """

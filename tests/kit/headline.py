@@ -52,7 +52,7 @@ ENVIRON = {
 }
 
 
-def recipe(marker: str, page: str = "supervision.md") -> str:
+def recipe(marker: str, page: str) -> str:
     """The block of the documentation that holds `marker`."""
     blocks = re.findall(
         r"^```\w*\n(.*?)^```$", (REPO / "docs" / page).read_text(), re.DOTALL | re.MULTILINE

@@ -10,7 +10,7 @@ import pytest
 from kit.drift import cases, mutate, stock_package
 from kit.drift.server import package_of
 from kit.harness import LINES, REPO
-from kit.pages import guards_page
+from kit.pages import environment, guards_page
 from shim.core import settings
 from shim.core.catalogue import GUARDS
 from shim.engine import fatal
@@ -25,9 +25,14 @@ def rows(page: str) -> list[list[str]]:
     ]
 
 
-def test_the_environment_page_is_the_table():
-    wanted = [[f"`{r.variable}`", r.kind, f"`{r.default}`", r.meaning] for r in settings.table()]
-    assert rows("environment.md") == wanted
+def test_the_environment_page_has_each_setting_once():
+    wanted = sorted(environment.rows().items())
+    assert sorted(environment.written()) == wanted, "python tests/bench/environment.py writes it"
+
+
+def test_the_environment_page_names_each_switch():
+    page = environment.PAGE.read_text()
+    assert not [name for name in GUARDS if f"`{settings.variable(name)}`" not in page]
 
 
 def test_the_exit_codes_page_has_every_code():
@@ -61,12 +66,61 @@ def test_the_readme_is_for_somebody_with_three_minutes():
     assert any(f"{len(GUARDS)} guards]" in line for line in lines)
 
 
-def test_every_link_between_pages_leads_somewhere():
-    pages = [REPO / "README.md", *(REPO / "docs").rglob("*.md")]
-    for page in pages:
-        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
+_LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
+
+
+def prose(page):
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page):
+    """What GitHub makes of the headings of a page."""
+    found = []
+    for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-")
+        found.append(f"{slug}-{found.count(slug)}" if slug in found else slug)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_every_link_and_anchor_leads_somewhere(page):
+    dead = []
+    for target, anchor in _LINK.findall(prose(page)):
+        if "://" in target:
+            continue
+        there = (page.parent / target).resolve() if target else page
+        if not there.exists():
+            dead.append(target)
+        elif anchor and (there.suffix != ".md" or anchor not in anchors(there)):
+            dead.append(f"{target}#{anchor}")
+    assert not dead, f"{page.relative_to(REPO)} has links that lead nowhere: {', '.join(dead)}"
+
+
+def test_every_page_is_in_the_index():
+    index = REPO / "docs" / "README.md"
+    linked = {(index.parent / target).resolve() for target, _ in _LINK.findall(index.read_text())}
+    # A page that only says where its content has moved needs no reader who looks for it.
+    moved = REPO / "docs" / "limits.md"
+    missing = {
+        page.relative_to(REPO)
+        for page in PAGES[1:]
+        if page not in (index, moved) and page not in linked
+    }
+    assert not missing, f"docs/README.md does not name {', '.join(map(str, sorted(missing)))}"
+
+
+_CODE_NAMES_PAGES = re.compile(r"docs/([\w/-]+\.md)(?:#([\w-]+))?")
+
+
+def test_every_page_that_the_code_names_is_there():
+    for path in sorted((REPO / "shim").rglob("*.py")):
+        for name, anchor in _CODE_NAMES_PAGES.findall(path.read_text()):
+            page = REPO / "docs" / name
+            assert page.exists(), f"{path.relative_to(REPO)} names docs/{name}"
+            assert not anchor or anchor in anchors(page), f"{path.relative_to(REPO)}: #{anchor}"
 
 
 def test_the_page_of_names_has_every_name_that_is_touched(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 
 import pytest
@@ -81,6 +82,14 @@ def test_the_table_of_rooms_has_no_circle():
         room in ("cli", "units", "planning", "__main__") or not below & set(ONLY_THE_COMMAND_LINE)
         for room, below in BELOW.items()
     )
+
+
+def test_the_page_has_this_table():
+    page = (REPO / "docs" / "how-it-works.md").read_text()
+    table = page.partition("\n## The rooms of shim/\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| \[(\w+)\]\([^)]*\) \|[^|]*\| ([^|]*) \|$", table, re.MULTILINE)
+    written = {room: set(re.findall(r"\w+", below)) - {"nothing"} for room, below in rows}
+    assert written == {room: below for room, below in BELOW.items() if room != "__main__"}
 
 
 def test_no_guard_imports_another():

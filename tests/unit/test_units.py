@@ -20,8 +20,9 @@ KINDS = sorted(cli.KINDS)
 
 
 def documented() -> dict[str, str]:
-    """The table in docs/launchd-keys.md: key, or key and inner key, and types."""
-    lines = (REPO / "docs" / "launchd-keys.md").read_text().splitlines()
+    """The table in docs/launchd.md: key, or key and inner key, and types."""
+    page = (REPO / "docs" / "launchd.md").read_text()
+    lines = page.partition("\n## Keys of launchd.plist\n")[2].splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
     return {key.replace("`", ""): types for key, types in rows}
 
