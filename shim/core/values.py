@@ -90,7 +90,7 @@ def parse_optional_size(text: str) -> int | None:
 
 
 class Limit(NamedTuple):
-    """When a start has to wait: after `deaths` within `window` seconds.
+    """The limit after which a start has to wait: `deaths` within `window` seconds.
 
     The wait is `base` seconds, and doubles with each further death.
     """
@@ -101,7 +101,7 @@ class Limit(NamedTuple):
 
 
 class Wired(NamedTuple):
-    """How much memory may be wired at most."""
+    """The limit of wired memory."""
 
     # Bytes.
     size: int = 0

@@ -185,7 +185,7 @@ def _wait(order: Order) -> tuple[Order, bool]:
 
 
 class _Patience:
-    """How long a drain waits: at most MLX_SHIM_DRAIN, and not for requests that cannot finish."""
+    """Decides how long a drain waits: at most MLX_SHIM_DRAIN, and only for what can finish."""
 
     def __init__(self) -> None:
         self._deadline = time.monotonic() + settings.current.drain
