@@ -119,7 +119,7 @@ def _answer(handler: Any, cause: BaseException, out: answers.HeldBody) -> None:
     try:
         answers.answer(handler, told, out)
     except OSError as gone:
-        report.debug(f"the client has gone and gets no answer: {gone!r}")
+        report.debug(f"the client has gone before it was answered: {gone!r}")
 
 
 def _translate(cause: BaseException) -> ShimError:

@@ -12,6 +12,8 @@ import pytest
 
 from kit.harness import REPO
 from kit.pages import messages
+from shim.core import report
+from shim.engine import fatal
 
 HOW = "\n`python tests/bench/messages.py` renews rows of reworded lines, and prints missing ones.\n"
 
@@ -66,7 +68,7 @@ def f(why, n):
     report.line(f"{n} of {why!r}" " are gone")
     told = "one" if n else f"{n} two"
     report.once(told)
-    report.failed("stall", "three")
+    report.mark_failed("stall", "three")
     with report.contained("four"):
         fatal.die(70, "five: " + "; ".join(why))
     status, reason = 1, "six"
@@ -107,3 +109,12 @@ def test_a_reworded_message_keeps_its_row_and_its_names(tmp_path, monkeypatch):
     monkeypatch.setattr(messages, "in_code", lambda: {"memory: … is in short supply": {"new"}})
     assert messages.left_over() == ["memory: …, is short"]
     assert messages.renewed() == "| `memory: <9 GiB> is in short supply` | new | what | to do |\n"
+
+
+def test_each_function_that_prints_is_there():
+    """A renamed one would take its messages off the page in silence."""
+    modules = {"report": report, "fatal": fatal}
+    named = [name.split(".") for name in messages.SINKS if name.split(".")[0] in modules]
+    assert len(named) > 5
+    for module, function in named:
+        assert callable(getattr(modules[module], function))

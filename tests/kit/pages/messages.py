@@ -24,7 +24,7 @@ SINKS = {
     "report.line_nowait": (0, "", ""),
     "report.debug": (0, "", ""),
     "report.contained": (0, "", f": {HOLE}"),
-    "report.failed": (1, f"{HOLE} failed: ", ""),
+    "report.mark_failed": (1, f"{HOLE} failed: ", ""),
     "fatal.die": (1, "", ""),
     "fatal.exit_orderly": (1, "", ""),
     "Order": (0, "", ""),
