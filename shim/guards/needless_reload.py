@@ -15,7 +15,7 @@ from ..core.verdicts import Retired, require
 from ..engine import anatomy
 from ..models import model_names
 
-UPSTREAM = "mlx-lm 98, settled for the very name that --model gives"
+UPSTREAM = "mlx-lm 98, solved only for the exact name that --model gives"
 MODULE = "mlx_lm.server"
 
 

@@ -221,7 +221,7 @@ def test_https_with_a_certificate_that_is_checked(names, one_public, monkeypatch
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("http://", "no host"), ("http:///x", "no host"), ("http://:80/", "no host"), ("http://a:0/", "none"),
+        ("http://", "no host"), ("http:///x", "no host"), ("http://:80/", "no host"), ("http://a:0/", "port is 0"),
         ("http://a:99999/", "not a URL"), ("http://a:x/", "not a URL"), ("http://a:-1/", "not a URL"),
         ("http://[::1", "not a URL"), ("http://::1/", "no"), ("http://[fe80::1%25eth0]/", "no"),
         ("http://u@a/", "user name"), ("http://u:p@a/", "user name"), ("http://@a/", "user name"),

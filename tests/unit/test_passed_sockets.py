@@ -50,7 +50,7 @@ def test_what_is_passed_to_us_is_not_passed_on():
 
 @pytest.mark.parametrize("count", ["", "0", "-1", "x", "99999"])
 def test_a_number_that_is_none(count):
-    with pytest.raises(Unusable, match="no number of sockets"):
+    with pytest.raises(Unusable, match="not a number of sockets"):
         passed_sockets.from_systemd({"LISTEN_FDS": count, "LISTEN_PID": str(os.getpid())})
 
 
@@ -121,8 +121,8 @@ def test_which_can_be_served_on(listening, tmp_path):
             "does not listen",
             "wanted: a stream",
             "does not listen",
-            "is no socket",
-            "is no socket",
+            "is not a socket",
+            "is not a socket",
         )
         assert [end in reason for end, reason in zip(said, reasons, strict=True)] == [True] * 5
         assert idle.fileno() != -1
