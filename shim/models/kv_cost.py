@@ -70,7 +70,7 @@ def learn(caches: Sequence[Any]) -> Cost:
 
 def _flat(caches: Sequence[Any]) -> Iterator[Any]:
     for cache in caches:
-        # A CacheList has them.
+        # Only a CacheList has inner caches.
         inner = getattr(cache, "caches", None)
         if inner is not None:
             yield from _flat(inner)

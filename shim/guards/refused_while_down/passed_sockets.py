@@ -27,7 +27,7 @@ class Unusable(Exception):
 
 
 def from_systemd(environ: MutableMapping[str, str] = os.environ) -> list[int]:
-    """The descriptors passed to this process. Raises Unusable if LISTEN_FDS is not their number."""
+    """The descriptors passed to this process. Raises Unusable if LISTEN_FDS is invalid."""
     count, pid = environ.get("LISTEN_FDS", ""), environ.get("LISTEN_PID", "")
     if pid.strip() != str(os.getpid()):
         if count:
