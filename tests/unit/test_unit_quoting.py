@@ -196,4 +196,4 @@ def test_supervisord_would_replace(word):
 @pytest.mark.parametrize("text", ["a\nb", "a\x00b", "\x1b[0m", "a\tb", "\u2028", "\udcff"])
 def test_what_no_format_can_hold_is_refused(text):
     with pytest.raises(Refused, match="has a newline"):
-        server.validated(("/bin/python", text), {}, "/", Path("/"))
+        server.validate(("/bin/python", text), {}, "/", Path("/"))
