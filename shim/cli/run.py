@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
     """Become the server. Where that is impossible, say why in a line and return 78."""
     if not any(_MODEL.fullmatch(a) or a in ("-h", "--help") for a in arguments):
         try:
-            model = tiny_model.cached()
+            model = tiny_model.find_or_make()
         except ImportError as error:
             print(
                 f"mlx-lm-shim: {error}; install the server: pip install mlx-lm"

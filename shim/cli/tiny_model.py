@@ -18,7 +18,7 @@ EOS = "<|endoftext|>"
 _TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 
 
-def cached() -> Path:
+def find_or_make() -> Path:
     """The folder of the tiny model in the user's cache, made if it is not there. Raises OSError."""
     folder = _cache_folder() / "tiny-llama-1"
     if not (folder / "config.json").exists():

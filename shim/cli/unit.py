@@ -128,7 +128,7 @@ def _unit(kind: str, options: argparse.Namespace, command: Sequence[str]) -> tup
         raise Refused(f"--workdir {options.workdir!r} is not a folder that exists")
     user = _user(kind, options)
     log = _log(kind, options, user)
-    known = server.validated(command, variables, workdir, folder)
+    known = server.validate(command, variables, workdir, folder)
     added = limits(known.argv, variables, memory.total()) if kind == "launchd" else Limits({}, "")
     watchdog = math.ceil(environ.seconds(variables, environ.GIL_DEADLINE) * _WATCHDOG_FACTOR)
     unit = Unit(

@@ -81,9 +81,9 @@ def check(found: Findings, file: Path, raw: bytes, folder: Path) -> None:
 def _facts(section: _Section, shared: str, file: Path) -> Facts:
     program = section.name.partition(":")[2]
     try:
-        argv = shlex.split(_expanded(section.get("command", ""), file, program))
-        variables = pairs(_expanded(shared, file, program)) | pairs(
-            _expanded(section.get("environment", ""), file, program)
+        argv = shlex.split(_expand(section.get("command", ""), file, program))
+        variables = pairs(_expand(shared, file, program)) | pairs(
+            _expand(section.get("environment", ""), file, program)
         )
     except ValueError as error:
         raise Refused(f"[{section.name}] cannot be read: {error}") from None
@@ -114,7 +114,7 @@ def pairs(text: str) -> dict[str, str]:
     return found
 
 
-def _expanded(text: str, file: Path, program: str) -> str:
+def _expand(text: str, file: Path, program: str) -> str:
     """The text with %(here)s and the like replaced. An unknown one stays, and is not judged."""
     text = text.replace("%(here)s", str(file.resolve().parent))
 

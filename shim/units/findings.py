@@ -86,7 +86,7 @@ class Facts:
 
 def common(found: Findings, facts: Facts, folder: Path) -> None:
     """Check everything that does not depend on the format."""
-    argv, within, shelled = _unwrapped(found, facts)
+    argv, within, shelled = _unwrap(found, facts)
     variables = {**facts.environ, **within}
     known = None
     try:
@@ -104,7 +104,7 @@ def common(found: Findings, facts: Facts, folder: Path) -> None:
     _stop(found, facts, variables)
 
 
-def _unwrapped(found: Findings, facts: Facts) -> tuple[list[str], dict[str, str], bool]:
+def _unwrap(found: Findings, facts: Facts) -> tuple[list[str], dict[str, str], bool]:
     """Look through programs that start programs, such as env, to the server command.
 
     Returns the command, what they add to its environment, and whether one of them is a shell.
@@ -117,7 +117,7 @@ def _unwrapped(found: Findings, facts: Facts) -> tuple[list[str], dict[str, str]
                 f"{name} may start the server in another process: neither status nor SIGTERM passes"
             )
             found.defeats(facts.command_at, why, "the server command itself")
-            return _past(argv, variables), variables, shelled
+            return _skip_program(argv, variables), variables, shelled
         if name in _HARMLESS:
             if name == "nohup":
                 found.note(
@@ -131,7 +131,7 @@ def _unwrapped(found: Findings, facts: Facts) -> tuple[list[str], dict[str, str]
                     "taskpolicy -b throttles it, which looks like a stall",
                     "no taskpolicy",
                 )
-            argv = _past(argv, variables)
+            argv = _skip_program(argv, variables)
             continue
         script = shell.script_of(argv)
         within = shell.look(*script) if script else None
@@ -154,7 +154,7 @@ def _unwrapped(found: Findings, facts: Facts) -> tuple[list[str], dict[str, str]
     return argv, variables, shelled
 
 
-def _past(argv: Sequence[str], variables: dict[str, str]) -> list[str]:
+def _skip_program(argv: Sequence[str], variables: dict[str, str]) -> list[str]:
     """The words after such a program, its options and its assignments."""
     takes = _TAKE_A_VALUE.get(Path(argv[0]).name, "")
     rest = list(argv[1:])

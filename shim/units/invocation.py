@@ -129,7 +129,7 @@ MODEL, PORT, HOST, ADAPTER, DRAFT = (
 )
 
 
-def replaced(arguments: Sequence[str], index: int, value: str) -> list[str]:
+def replace_option(arguments: Sequence[str], index: int, value: str) -> list[str]:
     """The arguments with another value for the option at `index`."""
     changed = list(arguments)
     word, equals, _ = changed[index].partition("=")

@@ -48,7 +48,7 @@ def limits(argv: Sequence[str], environ: Mapping[str, str], total: int | None) -
     added = {name: chosen[name] for name in wanted}
     if len(added) == 1:
         try:
-            why += _beside(added, environ)
+            why += _fit(added, environ)
         except _LeftOut as left_out:
             return Limits({}, str(left_out))
     told = ", ".join(f"{name}={value}" for name, value in added.items())
@@ -60,7 +60,7 @@ class _LeftOut(Exception):
     """A limit does not fit the other one, which is given. The message says why."""
 
 
-def _beside(added: dict[str, str], environ: Mapping[str, str]) -> str:
+def _fit(added: dict[str, str], environ: Mapping[str, str]) -> str:
     """Fit the one limit that is added to the one that is given, and return a note.
 
     The shim must refuse requests before it ends one. Raises _LeftOut.

@@ -27,7 +27,7 @@ from .invocation import (
     flags_that_exclude_us,
     interpreter_of,
     option,
-    replaced,
+    replace_option,
     take_apart,
 )
 
@@ -63,7 +63,7 @@ class Server:
     warnings: list[str] = field(default_factory=list)
 
 
-def validated(argv: Sequence[str], environ: Mapping[str, str], workdir: str, ours: Path) -> Server:
+def validate(argv: Sequence[str], environ: Mapping[str, str], workdir: str, ours: Path) -> Server:
     """Check the command in full. `ours` is the shim's folder on PYTHONPATH. Raises Refused."""
     _check_words(argv)
     known = take_apart(argv)
@@ -191,7 +191,7 @@ def _check_files(server: Server, known: Invocation, environ: Mapping[str, str]) 
             continue
         path = absolute(found[1])
         if found[1] and Path(path).exists():
-            arguments = replaced(arguments, found[0], path)
+            arguments = replace_option(arguments, found[0], path)
         elif name == ADAPTER[0] or not _HUB_ID.fullmatch(found[1]):
             raise Refused(
                 f"{name} {found[1]!r} does not exist;"

@@ -97,7 +97,7 @@ def look(text: str, arguments: Sequence[str]) -> Within | None:
         return None
     environ: dict[str, str] = {}
     for index, (words, operator) in enumerate(steps):
-        rest = _assigned(words, environ)
+        rest = _strip_assignments(words, environ)
         if not _is_server(rest, arguments):
             continue
         execs = "exec" in rest[:1]
@@ -106,7 +106,7 @@ def look(text: str, arguments: Sequence[str]) -> Within | None:
             at = argv.index("$@")
             argv = [*argv[:at], *arguments[1:], *argv[at + 1 :]]
         within = Within(argv, environ)
-        before = [step for step, _ in steps[:index] if _assigned(step, {})]
+        before = [step for step, _ in steps[:index] if _strip_assignments(step, {})]
         within.fault = _fault(operator, execs, bool(before), index + 1 < len(steps))
         if not within.fault and not execs:
             within.hint = (
@@ -125,7 +125,7 @@ def _is_server(words: Sequence[str], arguments: Sequence[str]) -> bool:
     )
 
 
-def _assigned(words: Sequence[str], environ: dict[str, str]) -> list[str]:
+def _strip_assignments(words: Sequence[str], environ: dict[str, str]) -> list[str]:
     """The words after assignments, `export` and keywords. The assignments go into `environ`."""
     rest = list(words)
     while rest and rest[0] in _KEYWORDS:

@@ -36,15 +36,15 @@ def _service(unit: Unit) -> str:
         "[Service]",
         f"Type={'notify' if unit.notify else 'exec'}",
         *(notify if unit.notify else []),
-        "ExecStart=" + " ".join(quoted(word).replace("$", "$$") for word in unit.argv),
+        "ExecStart=" + " ".join(quote(word).replace("$", "$$") for word in unit.argv),
         *(
-            f"Environment={quoted(f'{name}={value}')}"
+            f"Environment={quote(f'{name}={value}')}"
             for name, value in sorted(unit.environ.items())
         ),
-        f"WorkingDirectory={percent(unit.workdir)}",
+        f"WorkingDirectory={escape_specifiers(unit.workdir)}",
         *([f"User={unit.user}"] if unit.user else []),
         *(
-            [f"StandardOutput=append:{percent(unit.log)}", "StandardError=inherit"]
+            [f"StandardOutput=append:{escape_specifiers(unit.log)}", "StandardError=inherit"]
             if unit.log
             else []
         ),
@@ -75,14 +75,14 @@ def _socket(unit: Unit) -> str:
     return "\n".join(lines) + "\n"
 
 
-def quoted(word: str) -> str:
+def quote(word: str) -> str:
     """Quote a word as in systemd.syntax(7), specifiers escaped. In ExecStart, double each $ too."""
     if _PLAIN.fullmatch(word):
         return word
-    return '"' + percent(word).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return '"' + escape_specifiers(word).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def percent(text: str) -> str:
+def escape_specifiers(text: str) -> str:
     """Escape the specifiers in a text that systemd otherwise takes as it is."""
     return text.replace("%", "%%")
 

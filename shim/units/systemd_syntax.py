@@ -96,12 +96,12 @@ def words(text: str) -> list[str]:
             found += [word] if word is not None else []
             word = None
         else:
-            word = (word or "") + (_unescaped(token) if token.startswith("\\") else token)
+            word = (word or "") + (_unescape(token) if token.startswith("\\") else token)
     found += [word] if word is not None else []
-    return [specified(word) for word in found]
+    return [replace_specifiers(word) for word in found]
 
 
-def _unescaped(token: str) -> str:
+def _unescape(token: str) -> str:
     code = token[1:]
     if code[0] in "xu" and len(code) > 1:
         return chr(int(code[1:], 16))
@@ -110,7 +110,7 @@ def _unescaped(token: str) -> str:
     return _ESCAPES.get(code, code)
 
 
-def specified(text: str) -> str:
+def replace_specifiers(text: str) -> str:
     """Replace the specifiers that mean the same here: %% and %h."""
     return re.sub(r"%([%h])", lambda m: "%" if m[1] == "%" else str(Path.home()), text)
 
@@ -124,7 +124,7 @@ def environment(unit: Entries) -> dict[str, str]:
             if equals:
                 found[name] = what
     for name in unit.all("Service", "EnvironmentFile"):
-        found |= _of_file(Path(specified(name.removeprefix("-"))))
+        found |= _of_file(Path(replace_specifiers(name.removeprefix("-"))))
     return found
 
 

@@ -72,7 +72,7 @@ class Stage:
     def patience(self) -> float:
         return ENOUGH if self.guarded else PATIENCE
 
-    def ended(self, server: Server) -> int | None:
+    def wait_end(self, server: Server) -> int | None:
         """Wait, and return the exit status, or None where the server lives on."""
         wait_until(lambda: not server.alive, self.patience)
         return server.process.poll()
@@ -125,7 +125,7 @@ def death(stage: Stage) -> dict[str, Seen]:
         waiting = Asked(server, {"prompt": "y", "seed": 1, "max_tokens": 5})
         time.sleep(0.5)
         stage.model.fire()
-        status = stage.ended(server)
+        status = stage.wait_end(server)
         what = f"exit {status}"
         if status is None:
             what = "zombie" if server.is_zombie() else "lives and serves"
@@ -156,7 +156,7 @@ def stall(stage: Stage) -> dict[str, Seen]:
         stream = Stream(server.ready(), LONG, timeout=ENOUGH)
         assert stream.first.wait(ENOUGH)
         stage.model.fire()
-        status = stage.ended(server)
+        status = stage.wait_end(server)
         good = status == 70 if stage.guarded else status is not None
         return {"stall": Seen(good, "hangs" if status is None else f"exit {status}")}
 
@@ -219,7 +219,7 @@ def drain(stage: Stage) -> dict[str, Seen]:
         stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 60}, timeout=ENOUGH)
         assert stream.first.wait(ENOUGH)
         server.process.send_signal(signal.SIGTERM)
-        status = stage.ended(server)
+        status = stage.wait_end(server)
         stream.thread.join(2)
         what = "stream finished" if stream.done else "stream cut off"
         return {"SIGTERM drains": Seen(status == 0 and stream.done, f"exit {status}, {what}")}

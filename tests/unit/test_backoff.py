@@ -76,10 +76,13 @@ def test_deaths_far_apart_do_not_trip_it_and_further_ones_do_not_have_to_be_clos
 @pytest.mark.parametrize(
     ("known", "left"),
     [
-        (deaths(3000, 2000, 500), 3),  # as long as the last is recent
+        # All count as long as the last one is recent.
+        (deaths(3000, 2000, 500), 3),
         (deaths(3000, 2000, 601), 0),
-        (deaths(30, 20, -3), 3),  # clocks are set by seconds
-        (deaths(30, 20, -YEAR), 2),  # by years: a death in the future is none
+        # A clock may be corrected by seconds.
+        (deaths(30, 20, -3), 3),
+        # A death that is years in the future does not count.
+        (deaths(30, 20, -YEAR), 2),
         (deaths(YEAR, YEAR - 1, YEAR - 2), 0),
         (deaths(10, 30, 20), 3),
         (deaths(*range(500, 0, -1)), backoff.MOST_DEATHS),

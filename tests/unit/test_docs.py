@@ -1,4 +1,4 @@
-"""The documentation says what the code does, where that can be checked."""
+"""The documentation says what the code does, where a test can check that."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def test_the_exit_codes_page_has_every_code():
 
 
 def test_the_page_of_guards_is_what_the_guards_say():
-    assert guards_page.PAGE.read_text() == guards_page.page(), (
-        "python tests/bench/guards.py writes it"
-    )
+    assert guards_page.PAGE.read_text() == guards_page.page(), "run python tests/bench/guards.py"
 
 
 @pytest.mark.parametrize("name", GUARDS)
@@ -55,7 +53,7 @@ def test_a_guard_says_what_goes_wrong_and_what_it_does(name):
     defect, _, answer = guard.__doc__.partition("\n\n")
     assert defect.endswith(".")
     assert re.search(r"\b(Here|With MLX_SHIM_)", answer), (
-        "a sentence that begins with Here says what happens instead"
+        "a sentence that begins with Here must say what happens instead"
     )
 
 
@@ -124,7 +122,7 @@ def test_every_page_that_the_code_names_is_there():
 
 
 def test_the_page_of_names_has_every_name_that_is_touched(tmp_path):
-    """tests/bench/drift.py writes it, of a run over all of them."""
+    """tests/bench/drift.py writes it, from a run with all names."""
     page = (REPO / "docs" / "names.md").read_text()
     for line in LINES:
         wanted = {
@@ -138,7 +136,7 @@ def test_the_page_of_names_has_every_name_that_is_touched(tmp_path):
 
 
 def drift_makes_sense(line, name):
-    """Whether some change is possible: of what belongs to no module of mlx_lm there is none."""
+    """Whether some change is possible. A name outside of mlx_lm cannot be changed."""
     sources = stock_package.read(package_of(line))
     module = max((m for m in sources if name.startswith(f"{m}.")), key=len)
     path = name.removeprefix(f"{module}.")

@@ -1,4 +1,4 @@
-"""Above hard: who is ended, what they are told, and when the process is replaced."""
+"""Above hard: which request is ended, what its client is told, when the process is replaced."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def test_above_hard_the_largest_goes_then_the_next_once_the_first_is_let_go(
     assert victims(engine) == [large.id]
     assert queue.get_nowait().code == "memory_pressure"
     it.look(1001)
-    assert victims(engine) == [large.id], "what it has cannot be free yet"
+    assert victims(engine) == [large.id], "its memory cannot be free yet"
     engine.close(large)
     it.look(1001)
-    assert victims(engine) == [], "it is computed until the engine lets go of it"
+    assert victims(engine) == [], "the engine computes it until it lets go of it"
     engine.let_go(large)
     it.look(1001)
     assert victims(engine) == [], "what it had may lie in MLX's pool"
@@ -53,15 +53,19 @@ def test_above_hard_the_largest_goes_then_the_next_once_the_first_is_let_go(
     ("beside", "cached", "active", "alone"),
     [
         (None, 0, 900, True),
-        (None, 0, 200, False),  # something else has it
-        (None, 300, 900, False),  # without the prompt cache it would fit
+        # Something else has the memory.
+        (None, 0, 200, False),
+        # Without the prompt cache it would fit.
+        (None, 300, 900, False),
         (DECODE, 0, 900, False),
         (PREFILL, 0, 900, False),
         (QUEUED, 0, 900, True),
     ],
 )
-def test_who_is_above_hard_by_itself(guard, engine, request_, beside, cached, active, alone):  # noqa: PLR0917
-    """It would cross hard as often as it comes: it is not told to come back."""
+def test_who_is_above_hard_by_itself(  # noqa: PLR0917
+    guard, engine, request_, beside, cached, active, alone
+):
+    """It would cross hard each time, so its client is not told to try again."""
     if beside:
         other, _ = request_()
         other.phase = beside
@@ -79,7 +83,7 @@ def test_who_is_above_hard_by_itself(guard, engine, request_, beside, cached, ac
 
 
 def test_one_whose_model_is_being_loaded_is_told_to_come_back(guard, engine, request_):
-    """Stock has no model while it loads one: all that is in use would be the request's."""
+    """Stock has no model while it loads one: all memory in use would count as the request's."""
     entry, _ = request_()
     engine.generator = types.SimpleNamespace(
         prompt_cache=Entries(0), model_provider=types.SimpleNamespace(model=None)

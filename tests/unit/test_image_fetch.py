@@ -1,4 +1,7 @@
-"""What is fetched and from where, over real sockets on loopback. No name is asked of a resolver: names are told here."""
+"""Which images are fetched, and from where, over real sockets on loopback.
+
+No resolver is asked: the tests give the addresses of names.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,7 @@ def test_a_public_address_of_this_machine_is_inside(monkeypatch):
 
 
 def test_the_address_that_was_judged_is_the_one_connected_to(names, one_public):
-    """A second answer of the resolver, "another machine", is never asked for."""
+    """The shim never asks the resolver a second time, which would answer "another machine"."""
     with Listener() as first, Listener(lambda path: whole(b"a secret")) as second:
         names["rebinding.test"] = [["127.0.0.1"], [f"127.0.0.1@{second.port}"]]
         assert fetch(first.url(host="rebinding.test"))[1] == b"a picture"
@@ -257,7 +260,8 @@ def test_https_with_a_certificate_that_is_checked(names, one_public, monkeypatch
         assert fetch(url.replace(".test", ".test."))[1] == b"a picture"
         with pytest.raises(CannotFetch, match="SSLCertVerificationError"):
             fetch(url.replace("allowed", "wrong"))
-        with Listener(lambda path: redirect(url)) as plain:  # and up, from http
+        # A redirect from http up to https is followed.
+        with Listener(lambda path: redirect(url)) as plain:
             assert fetch(plain.url(host="allowed.test"))[1] == b"a picture"
         down = Listener(
             lambda path: redirect(f"http://allowed.test:{plain.port}/"), context=context

@@ -1,4 +1,4 @@
-"""What a server may answer, and at which length and pace: all of it is cut to the limits of a request."""
+"""What an image server may answer, at which length and pace: the limits of a request bound it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of memory: against psutil, and the structs of macOS by their headers."""
+"""The figures of memory, compared with psutil, and the structs of macOS, with their headers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_the_larger_counts():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="malloc of glibc")
 def test_malloc_gives_back():
-    held = [bytes(100_000) for _ in range(600)]  # below the size that malloc maps by itself
+    # Each is smaller than what malloc maps separately.
+    held = [bytes(100_000) for _ in range(600)]
     keep = held[::50]
     full = memory.footprint()
     del held
@@ -58,7 +59,10 @@ def test_malloc_gives_back():
 
 
 def test_the_structs_of_macos_have_the_sizes_of_its_headers():
-    """sys/resource.h: a uuid of 16 bytes, then ten uint64. mach/vm_statistics.h: HOST_VM_INFO64_COUNT is 38 integers."""
+    """sys/resource.h: a uuid of 16 bytes, then ten uint64.
+
+    mach/vm_statistics.h: HOST_VM_INFO64_COUNT is 38 integers.
+    """
     assert ctypes.sizeof(memory._Usage) == 16 + 10 * 8
     assert memory._Usage.phys_footprint.offset == 16 + 7 * 8
     assert memory._Usage.phys_footprint.size == 8

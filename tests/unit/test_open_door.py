@@ -110,10 +110,10 @@ def test_every_comparison_takes_the_same_time_whatever_was_brought(monkeypatch):
     assert not any(door._has_key(Handler([value])) for value in WITHOUT)
     assert not door._has_key(Handler())
     assert not door._has_key(Handler([f"Bearer {KEY}", "Bearer x"])), (
-        "which of the two would count?"
+        "it is not clear which of the two counts"
     )
     assert len(compared) == len(WITH_KEY) + len(WITHOUT) + 2, (
-        "missing and malformed ones are compared too"
+        "missing and malformed keys are compared too"
     )
     assert all(type(given) is bytes and wanted == KEY.encode() for given, wanted in compared)
     assert KEY not in repr(door) + str(door)
@@ -164,7 +164,7 @@ class Server:
 
 @pytest.fixture
 def asked_for(monkeypatch, tmp_path):
-    """The setting names a file that is not there."""
+    """The setting names a file that does not exist."""
     monkeypatch.setattr(
         settings, "current", settings.Settings(api_key_file=str(tmp_path / "missing"))
     )
@@ -200,4 +200,4 @@ def test_a_setting_that_no_guard_keeps_is_a_reason_not_to_start(asked_for, monke
     assert boot._unkept() == []
     report.states["open_door"] = report.State("failed")
     monkeypatch.setattr(settings, "current", settings.Settings())
-    assert boot._unkept() == [], "nobody asked for it"
+    assert boot._unkept() == [], "no setting asks for it"

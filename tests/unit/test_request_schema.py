@@ -8,7 +8,7 @@ from kit.bad_requests import CASES, TEXT
 from shim.core.errors import ShimError
 from shim.guards.bad_request import body, schema
 
-# What only the loaded model can tell, or the tokenizer's template.
+# Only the loaded model, or the tokenizer's template, can tell these.
 LATER = {
     "top_k of the vocabulary",
     "top_k above the vocabulary",
@@ -25,7 +25,7 @@ def test_what_is_wrong_is_named(case):
     with pytest.raises(ShimError) as caught:
         schema.check(body.parse(case.raw), case.path != TEXT)
     assert (caught.value.status, caught.value.param) == (case.status, case.param)
-    assert len(json.dumps(caught.value.body())) < 500, "an error repeats no long input"
+    assert len(json.dumps(caught.value.body())) < 500, "an error must not repeat long input"
     json.dumps(caught.value.body()).encode()
 
 

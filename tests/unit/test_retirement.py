@@ -1,4 +1,4 @@
-"""A guard whose defect is cured in stock retires, by what stock does; and one that cannot tell stays away."""
+"""A guard retires where stock behaves without the defect. A guard that cannot tell does not act."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_search_that_finds_something_else_is_left_alone():
 
 
 def test_the_probes_leave_logging_alone():
-    """The first call of `logging.debug` sets logging up, and the server's own set-up would then do nothing."""
+    """The first `logging.debug` sets logging up, and the server's own set-up would do nothing."""
     names = {"debug", "info", "warning", "error", "exception"}
     quiet = types.SimpleNamespace(
         **dict.fromkeys(names, lambda *_, **__: pytest.fail("the probe logs"))
@@ -93,9 +93,11 @@ def test_what_goes_wrong_with_a_hit_is_computed_anew(capfd):
 @pytest.mark.parametrize(
     ("second", "expected"),
     [
-        (("cache", []), 1),  # an entry of all but the last token
+        # An entry of all but the last token.
+        (("cache", []), 1),
         (("cache", [2]), 2),
-        (("cache", [1, 2]), None),  # nothing of it is left
+        # Nothing of the entry is left.
+        (("cache", [1, 2]), None),
         ((None, [1, 2]), None),
     ],
 )
@@ -110,7 +112,7 @@ def test_the_rest_is_never_empty(second, expected):
 
 
 def test_a_cache_that_is_shorter_than_its_key_is_not_used():
-    """As stock stores them beside a draft model."""
+    """Stock stores such caches where it has a draft model."""
     answers = iter([("a cache", []), ([types.SimpleNamespace(offset=1)], [])])
     tokens = [1, 2, 3]
     assert exact_cache_hit._fetch(lambda *_: next(answers), None, ("model", tokens), {}) == (

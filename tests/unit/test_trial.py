@@ -1,4 +1,4 @@
-"""The heart is tried on copies of stock's own generator, and on generators of another make."""
+"""The heart is tried on copies of stock's own generator, and on other generators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shim.guards import generation_death, stall
 
 
 class Other:
-    """A generator with names of its own, and a loop that dies as it likes."""
+    """A generator with other names, and a loop that dies in its own way."""
 
     def __init__(self, provider, cache):
         self.inbox = queue.Queue()
@@ -67,7 +67,10 @@ def test_a_loop_with_another_name(generator, said):
 
 
 def test_no_thread_but_its_own_has_to_do_with_the_trial(monkeypatch):
-    """Threads that a program starts meanwhile are not waited for, and what ends them goes to the program's hook."""
+    """The trial does not wait for threads that a program starts meanwhile.
+
+    An exception that ends them goes to the program's hook.
+    """
     theirs, ours, over = [], [], threading.Event()
     monkeypatch.setattr(threading, "excepthook", theirs.append)
 
@@ -95,7 +98,7 @@ def test_no_thread_but_its_own_has_to_do_with_the_trial(monkeypatch):
 
 
 def test_a_trial_in_a_program_with_a_hook_of_its_own(monkeypatch):
-    """Only what ends the thread of the trial is ours."""
+    """The shim takes only the exception that ends the thread of the trial."""
     theirs = []
     monkeypatch.setattr(threading, "excepthook", theirs.append)
     assert trial.try_death(server(Other), lambda copy: None, lambda args: None)

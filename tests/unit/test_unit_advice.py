@@ -1,4 +1,4 @@
-"""The commands that python -m shim launchd | systemd | supervisord print beside a unit."""
+"""The commands that `python -m shim launchd | systemd | supervisord` print with a unit."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from kit.harness import NEWEST, python_of
 
 PYTHON = python_of(NEWEST)
 
-# For each kind and its options: what the advice says, in this order, between "save it" and the end.
+# For each kind and its options: the beginnings of lines that the advice must have, in this order.
 MINE = "$HOME/Library/LaunchAgents/local.mlx-lm.plist"
 ALL = "/Library/LaunchDaemons/local.mlx-lm.plist"
 AGENT, DAEMON = "gui/$(id -u)", "system"
 SOCKETED = "mlx-lm.socket mlx-lm.service"
 ROOT = ("--daemon", "--user", "root")
-AGAIN = '  {0}launchctl bootout {1}/local.mlx-lm; for n in $(seq 60); do {0}launchctl bootstrap {1} "{2}" && break; sleep 1; done'
+AGAIN = (
+    "  {0}launchctl bootout {1}/local.mlx-lm; for n in $(seq 60);"
+    ' do {0}launchctl bootstrap {1} "{2}" && break; sleep 1; done'
+)
 ADVICE = [
     (
         "launchd",
@@ -113,5 +116,6 @@ def test_the_commands_to_install_look_restart_and_remove(shim, model, kind, opti
     status, _, err = shim(kind, *options, "--output", Path(model).parent, "--", *command)
     assert status == 0, err
     lines = iter(line.removeprefix("mlx-lm-shim: ") for line in err.splitlines())
-    for beginning in wanted:  # each after the one before
+    # Each comes after the one before, because `lines` is an iterator.
+    for beginning in wanted:
         assert any(line.startswith(beginning) for line in lines), (beginning, err)

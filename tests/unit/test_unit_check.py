@@ -1,4 +1,4 @@
-"""--check FILE: what in a unit of somebody's own defeats the shim."""
+"""--check FILE: what in a user's own unit defeats the shim."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def lines(tmp_path):
 
 
 def plist(**changes):
-    """The good one with changes; None removes a key."""
+    """The good plist with changes. None removes a key."""
     return {key: value for key, value in (GOOD_PLIST | changes).items() if value is not None}
 
 
@@ -282,7 +282,7 @@ def test_a_plist_that_others_may_write(tmp_path):
 
 
 def service(old="", new=""):
-    """The good one with a line replaced; with no old line, one is added to [Service]."""
+    """The good service with a line replaced. Without an old line, one is added to [Service]."""
     return GOOD_SERVICE.replace(old or "[Service]\n", new + "\n" if old else f"[Service]\n{new}\n")
 
 

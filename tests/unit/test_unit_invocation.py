@@ -52,8 +52,8 @@ def test_options_of_the_server_are_read_as_argparse_does():
     assert invocation.option(arguments, *invocation.MODEL) == (3, "b")
     assert invocation.option(arguments, *invocation.PORT) == (5, "2")
     assert invocation.option(arguments, *invocation.HOST) is None
-    assert invocation.replaced(arguments, 5, "4")[5] == "--po=4"
-    assert invocation.replaced(arguments, 3, "c")[3:5] == ["--model", "c"]
+    assert invocation.replace_option(arguments, 5, "4")[5] == "--po=4"
+    assert invocation.replace_option(arguments, 3, "c")[3:5] == ["--model", "c"]
 
 
 def test_the_interpreter_of_a_console_script(tmp_path):

@@ -31,7 +31,7 @@ TYPES = {"string": str, "boolean": bool, "integer": int, "array": list, "diction
 
 
 def check_plist(plist) -> None:
-    """Every key is documented, and its value of a documented type."""
+    """Check that every key is documented, and that its value has a documented type."""
     table = documented()
 
     def check(name, value):
@@ -97,7 +97,7 @@ SECTIONS = {
         LimitNOFILE=4096
         WorkingDirectory=/
     """,
-    # it knows no limits of a program: the advice names what stands for LimitNOFILE
+    # It has no limits for a program. The advice says what to use instead of LimitNOFILE.
     "supervisord": """
         autostart=true
         autorestart=true
@@ -205,7 +205,7 @@ def test_what_is_made_passes_its_own_check(shim, model, tmp_path, kind, socket):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_but_the_unit_on_stdout_and_the_same_every_time(model, kind, tmp_path):
-    """In processes of their own, which order their sets and dictionaries of strings by another hash."""
+    """In two processes, whose sets of strings have another order because of another hash."""
     shell = [("MLX_SHIM_STRICT", "1"), ("MLX_SHIM_DRAIN", "1m"), ("MLX_SHIM_MAX_INFLIGHT", "8")]
     command = [
         PYTHON,
@@ -310,7 +310,8 @@ def test_refusals_say_what_was_given_and_what_is_accepted(shim, model, tmp_path,
     status, out, err = shim("systemd", "--socket", "--", PYTHON, *server, "--model", model)
     assert (status, out) == (2, "")
     assert "name a folder for them with --output DIR" in err
-    early = ("--notify", "--env", "MLX_SHIM_GIL_DEADLINE=1s")  # the server takes 300 s for it
+    # The server would use 300 s instead.
+    early = ("--notify", "--env", "MLX_SHIM_GIL_DEADLINE=1s")
     status, out, err = shim("systemd", *early, "--", PYTHON, *server, "--model", model)
     assert (status, out) == (2, "")
     assert (

@@ -1,4 +1,4 @@
-"""The order of wrappers is part of the design: the table in docs/how-it-works.md is what both lines have."""
+"""The order of wrappers is part of the design. docs/how-it-works.md has it for both lines."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ def layers(request, tmp_path_factory):
 
 
 def test_the_page_has_the_order_of_both_lines(tmp_path):
-    assert wrapping.written() == wrapping.table(tmp_path), (
-        "python tests/bench/wrapping.py writes it"
-    )
+    assert wrapping.written() == wrapping.table(tmp_path), "run python tests/bench/wrapping.py"
 
 
-# Outer before inner, and why it has to be so.
+# Why a wrapper must be outside another one: the function, the outer, the inner.
 ORDERS = {
-    "what is refused must not have a model downloaded first": (
+    "a refused request must not download a model first": (
         "ResponseGenerator.generate",
         "endless_wait",
         "dropped_model",
     ),
-    "one model under two names is one, before it is looked at": (
+    "one model under two names becomes one name before it is checked": (
         "ResponseGenerator.generate",
         "needless_reload",
         "dropped_model",
@@ -37,12 +35,12 @@ ORDERS = {
         "unbounded_body",
     ),
     "no body is read while the process ends": ("APIHandler.do_POST", "drain", "slow_client"),
-    "a refusal for want of memory is answered by wrong_status on do_POST": (
+    "wrong_status on do_POST answers a refusal for lack of memory": (
         "APIHandler.do_POST",
         "bad_request",
         "wrong_status",
     ),
-    "a refused place is answered by wrong_status": (
+    "wrong_status answers a refusal of unlimited_queue": (
         "APIHandler.handle_completion",
         "wrong_status",
         "unlimited_queue",

@@ -204,7 +204,7 @@ class Bench:
             server.ready()
             assert _answers(server) == self.stock_answers
             trigger = server.log.with_name("trigger")
-            stream = _blocked(server, trigger)
+            stream = _block(server, trigger)
             ended = wait_until(lambda: not server.alive or not stream.thread.is_alive(), 5)
             if ended or server.get("/health")[0] != 200:
                 raise Inconclusive(
@@ -264,7 +264,7 @@ def _words(status: int, answer: Any) -> Any:
     return choice.get("text", choice.get("message")), choice["finish_reason"]
 
 
-def _blocked(server: Drifted, trigger: Path) -> Stream:
+def _block(server: Drifted, trigger: Path) -> Stream:
     """A stream whose model has just been blocked."""
     stream = Stream(server, {"prompt": "x", "max_tokens": 100_000})
     assert stream.first.wait(30), f"nothing was streamed; its log:\n{server.text()[-2000:]}"
@@ -318,7 +318,7 @@ class _Course:
 
     def hangs(self) -> None:
         silent = self.cannot("stall")
-        stream = _blocked(self.server, self.trigger)
+        stream = _block(self.server, self.trigger)
         told = wait_until(
             lambda: "stalled: " in self.server.text(), 0 if silent else TOLD_WITHIN, 0.2
         )

@@ -26,7 +26,7 @@ def mutate(sources: Sources, module: str, path: str, kind: str) -> Sources | Non
     if found.home.endswith(".server") and found.top == "main":
         return None
     if kind == "moved":
-        return None if found.member else _moved(sources, found)
+        return None if found.member else _move(sources, found)
     return (
         _change_name(sources, found, kind)
         if found.member is None
@@ -53,7 +53,7 @@ def _change_member(sources: Sources, found: Found, kind: str) -> Sources | None:
     changed = {}
     for module, source in sources.items():
         if member in source and (member != "__init__" or any(name in source for name in names)):
-            new = Members(module, family, member, kind).rewritten(source)
+            new = Members(module, family, member, kind).rewrite(source)
             if new is not None:
                 changed[module] = new
     return changed
@@ -67,7 +67,7 @@ def _change_name(sources: Sources, found: Found, kind: str) -> Sources | None:
     changed = {}
     for module, source in sources.items():
         if found.top in source:
-            new = Globals(sources, module, found, kind).rewritten(source)
+            new = Globals(sources, module, found, kind).rewrite(source)
             if new is not None:
                 changed[module] = new
     return changed
@@ -85,7 +85,7 @@ def _can_change(node: ast.AST, kind: str) -> bool:
     return not special and not shapes.yields(node)
 
 
-def _moved(sources: Sources, found: Found) -> Sources | None:
+def _move(sources: Sources, found: Found) -> Sources | None:
     """Put the definition into a new module with its own globals, and import it back from there."""
     home = ast.parse(sources[found.home])
     place = next(

@@ -21,7 +21,7 @@ class Rewriter(ast.NodeTransformer):
         self.words = words
         self.touched = False
 
-    def rewritten(self, source: str) -> str | None:
+    def rewrite(self, source: str) -> str | None:
         """The new source of the module, or None where nothing changes."""
         tree, lines = stock_package.parse(source), source.splitlines()
         first = next(

@@ -104,11 +104,11 @@ def find(sources: Sources, module: str, path: str) -> Found | None:
         if isinstance(node, ast.ImportFrom | ast.Import):
             for alias in node.names:
                 if (alias.asname or alias.name) == top:
-                    return _imported(sources, module, node, alias, rest)
+                    return _resolve_import(sources, module, node, alias, rest)
     return None
 
 
-def _imported(
+def _resolve_import(
     sources: Sources, module: str, node: ast.Import | ast.ImportFrom, alias: ast.alias, rest: str
 ) -> Found | None:
     """The meaning of an imported name, or of a member of it."""

@@ -44,7 +44,7 @@ def _section(name: str) -> str:
         "",
         textwrap.dedent(str(guard.__doc__)).strip(),
         "",
-        f"* Known from: {_linked(guard.UPSTREAM)}",
+        f"* Known from: {_link(guard.UPSTREAM)}",
     ]
     asked_by = [f"`{settings.variable(setting)}`" for setting in settings_of(name)]
     if asked_by:
@@ -66,7 +66,7 @@ def _facts(key: str | tuple[str, ...]) -> str:
     return " nor ".join(f"`{fact}`" for fact in ([key] if isinstance(key, str) else key))
 
 
-def _linked(upstream: str) -> str:
+def _link(upstream: str) -> str:
     """Turn issue numbers into links."""
 
     def link(found: re.Match[str]) -> str:
