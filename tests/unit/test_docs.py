@@ -100,13 +100,7 @@ def test_every_link_and_anchor_leads_somewhere(page):
 def test_every_page_is_in_the_index():
     index = REPO / "docs" / "README.md"
     linked = {(index.parent / target).resolve() for target, _ in _LINK.findall(index.read_text())}
-    # A page that only says where its content has moved needs no reader who looks for it.
-    moved = REPO / "docs" / "limits.md"
-    missing = {
-        page.relative_to(REPO)
-        for page in PAGES[1:]
-        if page not in (index, moved) and page not in linked
-    }
+    missing = {page.relative_to(REPO) for page in PAGES[1:] if page != index and page not in linked}
     assert not missing, f"docs/README.md does not name {', '.join(map(str, sorted(missing)))}"
 
 
