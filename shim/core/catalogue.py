@@ -49,6 +49,7 @@ GUARDS = (
     "unaffordable_prompt",
     "unseen_by_systemd",
     "crash_loop",
+    "short_backlog",
     "refused_while_down",
 )
 # The shim promises that the server answers, says that it cannot, or exits. Without any one of

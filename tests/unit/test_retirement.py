@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import types
+from http.server import ThreadingHTTPServer
 
 import pytest
 from mlx_lm import server as stock_server
 from mlx_lm.models import cache as stock
 
 from shim.core.verdicts import Incompatible, Retired
-from shim.guards import empty_model_list, exact_cache_hit, missing_include_usage, quadratic_search
+from shim.guards import (
+    empty_model_list,
+    exact_cache_hit,
+    missing_include_usage,
+    quadratic_search,
+    short_backlog,
+)
 
 
 def module(original, **cured):
@@ -44,10 +51,18 @@ class Handler(stock_server.APIHandler):
         self.wfile.write(b'{"object": "list", "data": []}')
 
 
+class Listener(ThreadingHTTPServer):
+    request_queue_size = 128
+
+
+def run_http_server(host, port, response_generator, server_class=Listener):
+    server_class((host, port), Handler).serve_forever()
+
+
 def test_stock_has_the_defects():
     for guard in (exact_cache_hit, quadratic_search):
         guard.probe(stock)
-    for guard in (missing_include_usage, empty_model_list):
+    for guard in (missing_include_usage, empty_model_list, short_backlog):
         guard.probe(stock_server)
 
 
@@ -58,6 +73,7 @@ def test_stock_has_the_defects():
         (quadratic_search, module(stock, PromptTrie=Linear)),
         (missing_include_usage, module(stock_server, APIHandler=Handler)),
         (empty_model_list, module(stock_server, APIHandler=Handler)),
+        (short_backlog, module(stock_server, _run_http_server=run_http_server)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

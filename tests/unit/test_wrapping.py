@@ -65,6 +65,11 @@ ORDERS = {
         "observe",
         "crash_loop",
     ),
+    "a server class that is not stock's counts as a program's, which handles its sockets itself": (
+        "mlx_lm.server._run_http_server",
+        "refused_while_down",
+        "short_backlog",
+    ),
 }
 
 

@@ -120,6 +120,8 @@ def serving_on(stock: Any, passed: socket.socket) -> Any:
     """A subclass of the stock server class that serves on `passed`; stock's class is unchanged."""
 
     class Server(stock):  # type: ignore[misc]
+        # What the passed socket listens with; `short_backlog` leaves this class alone.
+        request_queue_size = BACKLOG
         socket: Any
         server_name: str
         server_port: int
