@@ -14,12 +14,14 @@ from shim.cli import tiny_model
 from shim.core.catalogue import GUARDS
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts what it puts into the background so, and each server of a test would inherit that.
+    # A shell starts its background jobs like this, and each server of a test would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup does so
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # nohup starts its program like this.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# The same examples each time, so that a failure is one of the change; tests/bench/fuzz.py takes others.
+# The same examples each time, so that a failure comes from the change. tests/bench/fuzz.py takes
+# others.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 settings.load_profile("fixed")
 
@@ -88,11 +90,11 @@ class FaultyModel:
         self.trigger.touch()
 
     def hurry(self) -> None:
-        """Delay nothing from now on: a stream that was to outlast what a test does beside it need not be waited for."""
+        """Delay nothing from now on, so that the test need not wait for a slow stream to end."""
         self.hurried.touch()
 
     def take_its_time(self) -> None:
-        """After `hurry`."""
+        """Delay again, after `hurry`."""
         self.hurried.unlink()
 
     @property
@@ -112,6 +114,6 @@ def faulty(tmp_path):
 
 @pytest.fixture
 def killable(monkeypatch):
-    """Let a bad request reach the generation thread: a death is what the test is about."""
+    """Let a bad request reach the generation thread, for a test that needs a death."""
     for guard in ("BAD_REQUEST", "KILLER_REQUEST"):
         monkeypatch.setitem(harness.always, f"MLX_SHIM_{guard}", "0")

@@ -1,7 +1,8 @@
-"""One daemon thread that looks at the engine a few times a second and ends the process when it has to.
+"""The watchdog: a daemon thread that looks at the engine every POLL seconds.
 
-Guards add a check; a check returns nothing while all is well, and calls `fatal` when it is not. The thread also runs
-the engine's clock, by which stalls are told: time in which nothing could have been delivered does not count.
+Guards add checks. A check returns while all is well, and calls `fatal` when the process has to end.
+The thread also runs the engine's clock, which measures stalls: it leaves out the time in which
+nothing could have been delivered.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from ..core import report
 from . import fatal
 from .state import engine
 
-POLL = 0.2  # seconds between two looks
+# Seconds between two looks.
+POLL = 0.2
 
 _checks: list[Callable[[], None]] = []
+# Those of them that are also called once before the server does anything.
 _first_checks: list[Callable[[], None]] = []
 _start_once = threading.Lock()
 
 
 def add(check: Callable[[], None], *, first: bool = False) -> None:
-    """Have `check` called in the watchdog's thread every POLL seconds.
+    """Make the watchdog's thread call `check` every POLL seconds.
 
-    With `first` it is also called before anything of the server runs, in the thread that starts it.
+    With `first`, the thread that starts the server calls it too, before the server does anything.
     """
     _checks.append(check)
     if first:
@@ -34,10 +37,10 @@ def add(check: Callable[[], None], *, first: bool = False) -> None:
 def start() -> None:
     """Start the thread, once."""
     if _start_once.acquire(blocking=False):
-        # The thread comes first: what is armed here needs it.
+        # Before the first checks: what they arm needs the thread.
         threading.Thread(target=_run, name="mlx-shim-watchdog", daemon=True).start()
         for check in _first_checks:
-            _framed(check)
+            _call(check)
 
 
 def _run() -> None:
@@ -45,21 +48,22 @@ def _run() -> None:
     while not fatal.begun(POLL):
         now = time.monotonic()
         if not engine.loading and not engine.stopping:
-            # A longer gap means that this thread did not run either: the process was suspended, or the machine slept.
+            # After a longer gap this thread did not run either: the process was suspended, or the
+            # machine slept.
             engine.clock += min(now - before, 2 * POLL)
         before = now
-        # Of a copy: a check that fails is taken out.
+        # A copy, because a check that fails is removed.
         for check in _checks.copy():
-            _framed(check)
+            _call(check)
 
 
-def _framed(check: Callable[[], None]) -> None:
+def _call(check: Callable[[], None]) -> None:
     try:
         check()
     except Exception as error:
         if check in _checks:
             _checks.remove(check)
-        report.failed(
+        report.mark_failed(
             check.__module__.rpartition(".")[2],
             f"its check failed and is off from now on: {error!r}",
         )

@@ -1,12 +1,14 @@
 """SIGTERM, or a terminal that closes, cuts every answer; Ctrl-C aborts, or waits without end.
 
-Stock handles neither SIGTERM nor SIGHUP. Its handling of SIGINT waits for a request that is served
-alone, and ends in the interpreter's teardown beside live streams. Here the first of these signals
-lets those in flight finish, for at most MLX_SHIM_DRAIN, while new requests are told 503. Those that
-could not finish are told, the generation thread ends as stock ends it, and the status is 0. A
-second SIGTERM or SIGINT ends the process at once. A second SIGHUP does not: a terminal that closes
-may send several. A signal that the program handles, or ignores (nohup), is the program's. Only a
-server that is run in the main thread is reached.
+Stock handles neither SIGTERM nor SIGHUP. Its handling of SIGINT tears the interpreter down while
+streams are still open, and waits for a request that is served alone. Here the first of these
+signals lets the requests in flight finish, for at most MLX_SHIM_DRAIN; new requests get 503.
+Requests that do not finish in time get an error, the generation thread ends as stock ends it, and
+the exit status is 0. A second SIGTERM or SIGINT ends the process at once. A second SIGHUP does not,
+because a terminal that closes may send several.
+
+The guard leaves a signal alone that the program itself handles or ignores (nohup). It acts only
+where the server runs in the main thread.
 """
 
 from __future__ import annotations
@@ -30,16 +32,17 @@ _DEFAULTS: dict[int, Any] = {
     signal.SIGHUP: signal.SIG_DFL,
 }
 
-
 LIVES_BY = {
-    "stop flag": "the generation thread goes with the process, its loop not left",
+    "stop flag": "the generation thread ends with the process, inside its loop",
     ("handlers", "answers"): facts.NEEDED,
     ("turns", "boot", "deliveries"): "requests in flight are not waited for",
 }
-# Where signals begin to be handled: the second for a program that calls it by itself.
+# While one of these runs, the guard handles the signals. Some programs call only the second.
 RUNS = ("run", "_run_http_server")
-_OUTPUTS = (1, 2)  # file descriptors
-_terminals: set[int] = set()  # those of them that were a terminal as the server began to run
+# The file descriptors of stdout and stderr.
+_OUTPUTS = (1, 2)
+# Those of them that were a terminal when the server began to run.
+_terminals: set[int] = set()
 
 
 def probe(server: Any) -> str:
@@ -58,20 +61,18 @@ def apply(server: Any) -> None:
 
 
 def _handling(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Handle the signals while stock runs the server, no longer."""
+    """Handle the signals only while stock runs the server."""
     asked = _Asked(os.getpid())
-    try:
+    ours: list[int] = []
+    with report.contained("signals are left as they are", tell=report.line):
         ours = _install(asked)
-    except Exception as error:
-        ours = []
-        report.line(f"signals are left as they are: {error!r}")
     try:
         return wrapped(*args, **kwargs)
     finally:
         if engine.draining:
-            threading.Event().wait(
-                drain.JOIN
-            )  # rank 0 has stopped this rank: its process ends here, without a teardown
+            # Rank 0 has stopped this rank. The drain ends the process while this thread waits, so
+            # that the interpreter is not torn down.
+            threading.Event().wait(drain.JOIN_LIMIT)
         for number in ours:
             if signal.getsignal(number) is asked:
                 signal.signal(number, _DEFAULTS[number])
@@ -79,8 +80,10 @@ def _handling(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _install(asked: _Asked) -> list[int]:
     if threading.current_thread() is not threading.main_thread():
-        return []  # Python lets nobody else
-    drain.start()  # first: a signal that is handled must have somebody who acts on it
+        # Python lets only the main thread set handlers.
+        return []
+    # Before the handlers are set: a handled signal needs the thread that acts on it.
+    drain.start()
     _terminals.update(fd for fd in _OUTPUTS if os.isatty(fd))
     ours = [number for number, default in _DEFAULTS.items() if signal.getsignal(number) == default]
     for number in ours:
@@ -89,7 +92,10 @@ def _install(asked: _Asked) -> list[int]:
 
 
 def _let_go_of_the_terminal() -> None:
-    """Called when a drain begins. Stock fails a request whose log line it cannot write."""
+    """Send the output of a closed terminal to /dev/null. Called when a drain begins.
+
+    Stock fails a request if it cannot write its log line.
+    """
     for fd in _terminals:
         if not os.isatty(fd):
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -98,16 +104,17 @@ def _let_go_of_the_terminal() -> None:
 
 
 class _Asked:
-    """The handler. It runs in the main thread, between any two steps of it: it leaves a note, and no more."""
+    """The signal handler. It may interrupt the main thread anywhere, so it only posts an order."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
 
     def __call__(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._pid:  # a child of a fork, which has no thread of ours
+        # In a forked child, which has no thread of the shim.
+        if os.getpid() != self._pid:
             signal.signal(number, _DEFAULTS[number])
             signal.raise_signal(number)
             return
         name = signal.Signals(number).name
-        # The shell passes SIGHUP on to its jobs, and the system sends another when the shell ends.
+        # The shell passes SIGHUP on to its jobs; the system sends another when the shell ends.
         drain.ask(drain.Order(name, hurries=number != signal.SIGHUP))

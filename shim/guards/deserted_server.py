@@ -1,10 +1,10 @@
-"""The app or shell that started the server is gone; the server keeps the port, the next start fails.
+"""The app or shell that started the server is gone; the server keeps the port, and memory.
 
-A child outlives its parent unless a signal ends it, and a killed app sends none. Here, with
-MLX_SHIM_PARENT=1, the server drains when the process that started it is gone. The status is 0.
-Only that process counts: a wrapper that stays hides the end of the app that started the wrapper.
-Where the server was started by the first process of a system or a container, or where its parent
-was gone before Python ran it, one line says that there is no parent to watch.
+The next start then fails. A child outlives its parent unless a signal ends it, and an app that is
+killed sends none. Here, with MLX_SHIM_PARENT=1, the server drains when the process that started it
+is gone. The status is 0. Only that process counts: a wrapper that stays hides the end of the app
+that started the wrapper. One line says that there is no parent to watch if the first process of a
+system or a container started the server, or if the parent was gone before Python ran.
 """
 
 from __future__ import annotations
@@ -35,33 +35,35 @@ _DEBUGGERS_ARE_PARENTS = sys.platform == "darwin"
 
 @dataclass(frozen=True)
 class Birth:
-    """Which process this is, and which process started it; None where that cannot be watched."""
+    """Which process this is, and which process started it: None if that cannot be watched."""
 
     child: int
     parent: int | None
 
 
 def birth() -> Birth:
-    """As seen now."""
+    """Return what can be seen now."""
     parent = os.getppid()
     return Birth(os.getpid(), None if _has_adopted(parent) else parent)
 
 
 def _has_adopted(parent: int) -> bool:
-    """Whether `parent` is known not to have started this process.
+    """Whether `parent` has certainly not started this process.
 
-    A process begins in the session of the one that starts it, and leaves it only to lead one.
+    A process begins in the session of its parent, and leaves it only to lead a new one.
     """
     if parent <= 1:
         return True
     try:
         return os.getsid(0) not in (os.getpid(), os.getsid(parent))
-    except OSError:  # the parent has just gone
+    except OSError:
+        # The parent has just gone.
         return False
 
 
-# Taken when mlx_lm is about to be imported: the parent may be gone when that is over.
+# Taken just before mlx_lm is imported: the parent may be gone when the import is over.
 _birth = birth()
+# Whether the drain was asked for.
 _asked = False
 
 
@@ -78,14 +80,15 @@ def apply(server: Any) -> None:
 def _check() -> None:
     """Called by the watchdog."""
     global _birth, _asked
-    if _birth.child != os.getpid():  # the program has forked since
+    if _birth.child != os.getpid():
+        # The program has forked since.
         _birth = birth()
     if _birth.parent is None:
         report.once(f"deserted_server: {NO_PARENT}")
     elif not _asked and _is_gone(_birth.parent):
         _asked = True
         drain.start()
-        # It does not hurry: what ended the parent may have sent this process a signal as well.
+        # It does not hurry: whatever ended the parent may have sent this process a signal too.
         drain.ask(drain.Order(f"its parent, process {_birth.parent}, is gone", hurries=False))
 
 

@@ -1,9 +1,10 @@
-"""The interpreter itself stands still: native code holds the GIL, and no Python thread runs.
+"""The interpreter stands still: native code holds the GIL, and no Python thread runs.
 
-That includes the watchdog. Only a C thread can act then. Here faulthandler's dumps all stacks and
-ends the process with status 1. It is armed for MLX_SHIM_GIL_DEADLINE before the server begins to
-load its model, and re-armed by the watchdog. There is one such timer in a process; where the
-program uses it itself, it stays the program's.
+The watchdog does not run either: only a C thread can act then. Here
+faulthandler's timer is armed for MLX_SHIM_GIL_DEADLINE before the server begins to load its model,
+and the watchdog arms it again as long as Python runs. When the time is over, faulthandler dumps all
+stacks and ends the process with status 1. A process has one such timer: a program that uses it
+itself keeps it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ UPSTREAM = "mlx-lm 1834; no upstream issue names the GIL"
 MODULE = "mlx_lm.server"
 SETTINGS = ("gil_deadline",)
 
+# When the timer was last armed, by time.monotonic; 0 where it is not.
 _armed_at = 0.0
-_own = threading.local()  # .call: whether this thread's call to faulthandler is our own
+# `.call` says whether this thread calls faulthandler for the shim.
+_own = threading.local()
+# Whether the program uses the timer itself.
 _foreign = False
 
 
@@ -33,20 +37,22 @@ def probe(server: Any) -> None:
 
 
 def apply(server: Any) -> None:
-    patch.wrap(faulthandler, "dump_traceback_later", _somebody_arms)
-    patch.wrap(faulthandler, "cancel_dump_traceback_later", _somebody_cancels)
+    patch.wrap(faulthandler, "dump_traceback_later", _program_arms)
+    patch.wrap(faulthandler, "cancel_dump_traceback_later", _program_cancels)
     watchdog.add(_rearm, first=True)
 
 
 def _rearm() -> None:
-    """Called as a server starts, then by the watchdog. Arming takes 50 µs: not at every look."""
+    """Called before the server starts, then by the watchdog.
+
+    Arming starts a thread (50 µs), so not every call does it.
+    """
     global _armed_at
     deadline = settings.current.gil_deadline
     if _foreign:
         return
-    if (
-        engine.stopping and not engine.draining
-    ):  # a drain ends by itself, unless the interpreter stands still
+    # A drain stays watched: it ends by itself, unless the interpreter stands still.
+    if engine.stopping and not engine.draining:
         if _armed_at:
             _armed_at = 0.0
             _call(faulthandler.cancel_dump_traceback_later)
@@ -69,21 +75,23 @@ def _is_own() -> bool:
     return getattr(_own, "call", False)
 
 
-def _somebody_arms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def _program_arms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     global _foreign
     if not _is_own() and not _foreign:
         _foreign = True
         report.line(
-            "the program uses faulthandler.dump_traceback_later itself: MLX_SHIM_GIL_DEADLINE is not watched"
+            "the program uses faulthandler.dump_traceback_later itself: "
+            "MLX_SHIM_GIL_DEADLINE is not watched"
         )
     return wrapped(*args, **kwargs)
 
 
-def _somebody_cancels(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def _program_cancels(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     global _foreign
     if not _is_own() and _foreign:
         _foreign = False
         report.line(
-            "the program has given faulthandler's timer back: MLX_SHIM_GIL_DEADLINE is watched again"
+            "the program has given faulthandler's timer back: "
+            "MLX_SHIM_GIL_DEADLINE is watched again"
         )
     return wrapped(*args, **kwargs)

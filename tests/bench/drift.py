@@ -1,4 +1,6 @@
-"""Every name of stock that the shim touches, changed in every way, on both lines: what becomes of the heart. Markdown.
+"""Changes every name of stock that the shim touches, and prints what becomes of the heart.
+
+Each name is changed in every way, on both lines. The output is Markdown.
 
 python tests/bench/drift.py [LINE ...] [--heart] [--name PART] [--kind KIND] [--log] [--stock]
 

@@ -122,7 +122,7 @@ def test_a_drain_too_short_for_them(line, faulty, tmp_path):
 @pytest.mark.guard("abrupt_stop")
 def test_one_that_is_served_alone_and_a_second_signal(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.03)
-    entry = with_drain(tmp_path, "AT_ONCE", 10.0)  # as PATIENT, where it does not wait
+    entry = with_drain(tmp_path, "HURRIED_GRACE", 10.0)  # as PATIENT, where it does not wait
     with Server(line, model.path, tmp_path / "log", args=model.args, entry=entry) as server:
         (stream,) = start(server.ready(), 1, max_tokens=LONG, seed=1)
         ask(server, signal.SIGINT)
@@ -140,7 +140,7 @@ def test_one_that_is_served_alone_and_a_second_signal(line, faulty, tmp_path):
 def test_a_signal_that_comes_twice_at_once_is_one(faulty, tmp_path):
     """As from `timeout`, which signals its child and then the group. The first has been taken up when the second comes."""
     model = faulty(kind="none", delay=0.02)
-    entry = with_drain(tmp_path, "ECHO", 60.0)  # the test may be slow to send it
+    entry = with_drain(tmp_path, "ECHO_WINDOW", 60.0)  # the test may be slow to send it
     with Server(NEWEST, model.path, tmp_path / "log", args=model.args, entry=entry) as server:
         (stream,) = start(server.ready(), 1, max_tokens=300)
         ask(server, signal.SIGTERM)
@@ -399,7 +399,7 @@ def test_control_a_terminal_that_closes_cuts_every_stream(line, faulty, tmp_path
 def test_sighup_that_comes_twice(line, faulty, tmp_path):
     """From a shell that passes it on, and from the system when the shell has ended."""
     model = faulty(kind="none", delay=0.03)
-    entry = with_drain(tmp_path, "ECHO", 0.0)
+    entry = with_drain(tmp_path, "ECHO_WINDOW", 0.0)
     with Server(line, model.path, tmp_path / "log", args=model.args, entry=entry) as server:
         (stream,) = start(server.ready(), 1, max_tokens=400)
         ask(server, signal.SIGHUP)

@@ -320,7 +320,7 @@ def test_a_folder_that_cannot_be_written_is_in_nobodys_way(tiny, tmp_path, kind)
 FORGETFUL = """
 import sys
 from mlx_lm import server
-next(m for n, m in sys.modules.items() if n.endswith("guards.crash_loop")).SHARE = 2.0
+next(m for n, m in sys.modules.items() if n.endswith("guards.crash_loop")).LARGEST_SHARE = 2.0
 server.main()
 """
 

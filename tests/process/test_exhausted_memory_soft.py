@@ -86,7 +86,7 @@ def test_above_soft_nobody_new_is_let_in_until_it_is_less(line, slow, tmp_path):
         assert stream.join().done, "who was served already is served on"
         told = [x.rpartition(": ")[2] for x in server.shim_lines() if " in use (MLX" in x]
         assert told == [
-            "what is free to go is trimmed", "new requests are 503 until it is less", "new requests are let in again",
+            "the caches are trimmed", "new requests are 503 until it is less", "new requests are accepted again",
         ]  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_above_soft_with_nobody_served_it_is_replaced(slow, tmp_path):
         server.ready()
         beside.take()
         assert server.wait_exit(30) == 75
-        assert "with nobody served, soft is 600.0 MiB" in server.text()
+        assert "with no request being served, soft is 600.0 MiB" in server.text()
 
 
 @pytest.mark.guard("exhausted_memory")

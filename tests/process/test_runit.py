@@ -58,7 +58,7 @@ class Runit(Kept):
 
 
 def script(port, model, environ):
-    text = recipe("#!/bin/sh")
+    text = recipe("#!/bin/sh", "other-supervisors.md")
     for name, here in {
         "/path/to/mlx-lm-shim": str(REPO), "/path/to/venv/bin/python": python_of(NEWEST), "8080": str(port),
         "/path/to/model": f"{model.path} {' '.join(model.args)}",

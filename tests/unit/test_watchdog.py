@@ -30,7 +30,7 @@ def test_what_is_first_is_called_in_the_thread_that_starts_it(fresh):
 
 def test_a_first_check_that_fails_stops_no_server(fresh, monkeypatch):
     told = []
-    monkeypatch.setattr(report, "failed", lambda *said: told.append(said))
+    monkeypatch.setattr(report, "mark_failed", lambda *said: told.append(said))
 
     def check():
         raise OSError("no")
