@@ -1,4 +1,4 @@
-"""With MLX_SHIM_PARENT=1 a server drains when the process that started it is gone; else it stays."""
+"""With MLX_SHIM_PARENT=1 a server drains when the process that started it is gone."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ import time
 
 import pytest
 
-from kit.harness import START, Inconclusive, Server, wait_until
+from kit.harness import LINES, NEWEST, START, Inconclusive, Server, wait_until
 from kit.streams import Stream
 
 ON = {"MLX_SHIM_PARENT": "1"}
-SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, of <sys/prctl.h>
+# PR_SET_CHILD_SUBREAPER, of <sys/prctl.h>.
+SUBREAPER = 36
 
-# Starts the rest of its command line, notes the PID of that, and stays.
+# Starts the rest of its command line, writes down the PID of that process, and stays.
 PARENT = """
 import pathlib, subprocess, sys
 child = subprocess.Popen(sys.argv[2:])
 pathlib.Path(sys.argv[1]).write_text(f"{child.pid}\\n")
 child.wait()
 """
-# The rest of its command line is run by a child, once this process is gone.
+# Its child runs the rest of its command line, once this process is gone.
 GONE_BEFORE = """
 import os, pathlib, sys, time
 parent = os.getpid()
@@ -36,7 +37,7 @@ while os.getppid() == parent:
 pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()}\\n")
 os.execv(sys.argv[2], sys.argv[2:])
 """
-# The stock server, which begins to import what it needs and is deserted before it runs.
+# The stock server. It imports mlx_lm, and waits until its parent is gone before it runs.
 DESERTED_EARLY = """
 import os, time
 parent = os.getppid()
@@ -51,7 +52,7 @@ main()
 
 @pytest.fixture
 def orphans():
-    """Orphans come to this process, as to a subreaper: it is told their status."""
+    """Make this process the parent of orphans (a subreaper), so that it is told their status."""
     if sys.platform != "linux":
         pytest.skip("only Linux has subreapers")
     ctypes.CDLL(None).prctl(SUBREAPER, 1)
@@ -60,7 +61,7 @@ def orphans():
 
 
 class Orphan:
-    """A server that is the child of a process of the test's: `parent`, which the test may end."""
+    """A server whose parent the test may end. `server` is that parent, and talks to the server."""
 
     def __init__(self, line, model, folder, *, starter=PARENT, args=(), entry=None, **environ):
         noted = folder / "pid"
@@ -104,9 +105,9 @@ class Orphan:
 
 
 @pytest.mark.guard("deserted_server")
-def test_a_server_whose_parent_is_killed_drains(orphans, line, faulty, tmp_path):
+def test_a_server_whose_parent_is_killed_drains(orphans, faulty, tmp_path):
     model = faulty(kind="none", delay=0.03)
-    with Orphan(line, model.path, tmp_path, args=model.args, **ON) as orphan:
+    with Orphan(NEWEST, model.path, tmp_path, args=model.args, **ON) as orphan:
         stream = Stream(orphan.server.ready(), {"prompt": "x", "max_tokens": 400})
         assert stream.first.wait(60)
         time.sleep(1)
@@ -123,22 +124,29 @@ def test_a_server_whose_parent_is_killed_drains(orphans, line, faulty, tmp_path)
 
 
 @pytest.mark.control("deserted_server")
-@pytest.mark.parametrize("environ", [{}, ON | {"MLX_SHIM_DESERTED_SERVER": "0"}], ids=str)
-def test_control_a_server_stays_behind(environ, orphans, line, tiny, tmp_path):
-    with Orphan(line, tiny, tmp_path, **environ) as orphan:
-        orphan.server.ready()
-        orphan.desert()
-        time.sleep(3)
-        if orphan.has_ended() or not orphan.answers():
-            raise Inconclusive(f"it ended by itself with {orphan.status}")
+def test_control_a_server_stays_behind(orphans, tiny, tmp_path):
+    """One was not asked to look at its parent, the other has the guard off."""
+    environs = ({}, ON | {"MLX_SHIM_DESERTED_SERVER": "0"})
+    with contextlib.ExitStack() as stack:
+        both = []
+        for line, environ in zip(LINES, environs, strict=True):
+            (folder := tmp_path / line).mkdir()
+            both.append(stack.enter_context(Orphan(line, tiny, folder, **environ)))
+        for orphan in both:
+            orphan.server.ready()
+            orphan.desert()
+        time.sleep(2)
+        for orphan in both:
+            if orphan.has_ended() or not orphan.answers():
+                raise Inconclusive(f"it ended by itself with {orphan.status}")
 
 
 @pytest.mark.guard("deserted_server")
-def test_a_parent_that_is_gone_before_the_server_runs(orphans, line, tiny, tmp_path):
+def test_a_parent_that_is_gone_before_the_server_runs(orphans, tiny, tmp_path):
     """It was there when Python began to import mlx_lm."""
     program = tmp_path / "program.py"
     program.write_text(DESERTED_EARLY)
-    with Orphan(line, tiny, tmp_path, entry=(str(program),), **ON) as orphan:
+    with Orphan(LINES[0], tiny, tmp_path, entry=(str(program),), **ON) as orphan:
         assert wait_until((tmp_path / "imported").exists, START)
         orphan.desert()
         assert wait_until(orphan.has_ended, START), orphan.server.text()
@@ -147,11 +155,11 @@ def test_a_parent_that_is_gone_before_the_server_runs(orphans, line, tiny, tmp_p
 
 
 @pytest.mark.guard("deserted_server")
-def test_no_parent_to_watch_is_said_and_the_server_stays(orphans, line, tiny, tmp_path):
-    """Its parent was gone before: the subreaper that took it up is none."""
-    with Orphan(line, tiny, tmp_path, starter=GONE_BEFORE, **ON) as orphan:
+def test_no_parent_to_watch_is_said_and_the_server_stays(orphans, tiny, tmp_path):
+    """Its parent was gone before. The subreaper that took the orphan in is not watched."""
+    with Orphan(NEWEST, tiny, tmp_path, starter=GONE_BEFORE, **ON) as orphan:
         assert wait_until(orphan.answers, START), orphan.server.text()
         assert len(orphan.lines("there is no parent to watch")) == 1
-        time.sleep(1)
+        time.sleep(0.5)
         assert orphan.answers()
         assert not orphan.lines("is gone")
