@@ -93,8 +93,8 @@ def conversation(client, name):
         client.ask(start + said[:-1])
         client.ask(start)
         client.ask(start[:-1])
-    # The prompt of a chat as the template makes it, to the last space: the model says that space, and
-    # so this prompt with it becomes an entry.
+    # The prompt of a chat as the template makes it, to the last space. The model says that space,
+    # so the prompt with it becomes an entry.
     client.ask(f"user: {name}?\nassistant:", 1, SPACE)
     assert client.answers[-1][2] == [int(token) for token in SPACE]
     client.chat(f"{name}?")

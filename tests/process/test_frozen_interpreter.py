@@ -1,4 +1,7 @@
-"""Native code that holds the GIL for ever: only faulthandler's C thread can end that, unless the program uses it itself."""
+"""Native code holds the GIL for ever: only faulthandler's C thread can end that.
+
+It cannot where the program uses it itself.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ import pytest
 from conftest import FaultyModel
 from kit.harness import Server, expect_zombie, wait_until
 
-DEADLINE = {
-    "MLX_SHIM_GIL_DEADLINE": "6s"
-}  # a busy machine may keep an interpreter waiting for a while
+# A busy machine may keep an interpreter waiting for a while.
+DEADLINE = {"MLX_SHIM_GIL_DEADLINE": "6s"}
 
 
 def frozen(server, model):

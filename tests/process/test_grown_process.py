@@ -1,4 +1,4 @@
-"""A limit that is reached ends an idle process with 75, a busy one only at twice the limit, and then by a drain."""
+"""A limit ends an idle process with 75, and a busy one only at twice the limit, by a drain."""
 
 from __future__ import annotations
 
