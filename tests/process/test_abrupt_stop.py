@@ -288,7 +288,7 @@ def test_a_handler_of_the_program_is_the_programs(tiny, tmp_path):
 @pytest.mark.control("orphaned_process")
 @pytest.mark.parametrize("guard", ["on", "off"])
 def test_a_handler_of_the_program_that_exits(guard, tiny, tmp_path):
-    """Its SystemExit(0) ends main alone, and stock waits for the generation thread for ever.
+    """Its SystemExit(0) ends main alone, and stock never stops waiting for the generation thread.
 
     That thread was asked to end: it has not died.
     """
@@ -314,7 +314,7 @@ def test_a_handler_of_the_program_that_exits(guard, tiny, tmp_path):
 
 @pytest.mark.guard("abrupt_stop")
 def test_a_body_that_is_on_its_way_is_served(faulty, tmp_path):
-    """Its headers came before the signal: once whole it is in flight, beside another."""
+    """Its headers came before the signal: once whole it is in flight, together with another."""
     model = faulty(kind="none", delay=0.02)
     with Server(NEWEST, model.path, tmp_path / "log", args=model.args) as server:
         (stream,) = start(server.ready(), 1, max_tokens=400)

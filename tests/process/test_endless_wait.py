@@ -1,4 +1,4 @@
-"""No request waits for ever: neither for a dead engine, nor beyond its own time limit."""
+"""No request waits without end: neither for a dead engine, nor beyond its own time limit."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ VOCABULARY = 300_000
 SWITCH_ROOM = 40 * MIB
 # 81 MiB by the first model, 5 by the second.
 LONG = "long " * 520
-# The memory that a step takes beside the caches is not the subject here.
+# The memory that a step takes besides the caches is not the subject here.
 STEPS = ("--prefill-step-size", "256")
 
 

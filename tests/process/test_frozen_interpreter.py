@@ -1,4 +1,4 @@
-"""Native code holds the GIL for ever: only faulthandler's C thread can end that.
+"""Native code never releases the GIL: only faulthandler's C thread can end that.
 
 It cannot where the program uses it itself.
 """
@@ -25,7 +25,7 @@ def frozen(server, model):
 @pytest.mark.guard("frozen_interpreter")
 @pytest.mark.control("frozen_interpreter")
 def test_a_frozen_interpreter_ends_with_1(line, tmp_path):
-    """Beside one without the guard, the control, which is frozen for longer."""
+    """The control, without the guard, stays frozen for longer."""
     model, other = (FaultyModel(tmp_path / name, kind="hold_gil") for name in ("faulty", "other"))
     off = DEADLINE | {"MLX_SHIM_FROZEN_INTERPRETER": "0"}
     with (

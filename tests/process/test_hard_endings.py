@@ -124,7 +124,7 @@ def test_stderr_a_dead_pipe(line, tiny, tmp_path):
 
 @pytest.mark.guard("generation_death")
 def test_stderr_a_full_pipe(line, tiny, tmp_path):
-    """The traceback's printer blocks for ever; stock's own log lines would too, so they are off."""
+    """The traceback's printer never returns; stock's log lines, which would block too, are off."""
     reader, writer = os.pipe()
     with Server(
         line, tiny, tmp_path / "log", stderr=writer, args=("--log-level", "CRITICAL")

@@ -147,7 +147,7 @@ def test_while_loading_reject(line, faulty, tmp_path):
 
 @pytest.mark.guard("stall")
 def test_a_suspended_process(line, faulty, tmp_path):
-    """SIGSTOP for longer than the limit, SIGCONT: a jump of the clock is no stall."""
+    """SIGSTOP for longer than the limit, SIGCONT: a jump of the clock is not a stall."""
     model = faulty(kind="none", delay=0.05)
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=FAST) as server:
         stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})

@@ -27,7 +27,7 @@ def big(tmp_path_factory):
 
 
 def begun(server):
-    """The prompts of 2000 tokens and more of which the log tells the progress, each by its last."""
+    """The prompts of 2000 tokens and more that the log shows as done."""
     return re.findall(r"progress: (2\d{3})/\1$", server.text(), re.MULTILINE)
 
 
