@@ -27,6 +27,8 @@ VENVS = Path(os.environ.get("MLX_LM_SHIM_TEST_VENVS", REPO / ".venvs"))
 # The two lines of mlx-lm in use. tests/run.py makes an environment for each.
 LINES = ("0.31.3", "0.32.2")
 NEWEST = LINES[-1]
+# Whether tests that share the cases of both lines out between them run each case on both.
+BOTH_LINES = bool(os.environ.get("MLX_LM_SHIM_TEST_BOTH_LINES"))
 
 # Seconds that a start or an answer may take on a busy two-core machine: a generous bound, not a
 # measurement.

@@ -28,7 +28,7 @@ from mlx_lm.models.cache import (
     ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache, TokenBuffer,
 )
 
-STEPS, TURNS, WINDOW, D = 1000, 200, 32, 64
+STEPS, TURNS, WINDOW, D = 600, 120, 32, 64
 
 
 def update(cache, n=1, batch=1):
@@ -212,7 +212,7 @@ CASES += [(row, what) for row in BATCHES for what in ("requests", "restored")]
 
 # Bytes a token or turn. A leak is a buffer each time, and the least buffer has four bytes. A buffer
 # that by chance is there at one sample (an evaluation has only started) makes four bytes in a half
-# of 75 turns or more: far less than this.
+# of 45 turns or more: far less than this.
 BOUND = 1.0
 STOCK_LEAKS = {case for case in CASES if case[0] in BATCHES and case[0] != "BatchRotatingKVCache"}
 # Bytes a token or turn that stock must show.

@@ -17,7 +17,7 @@ import pytest
 from kit.drift import mutate
 from kit.drift.cases import HEART, SERVER, Bench, cases, touched
 from kit.drift.report import table
-from kit.harness import LINES
+from kit.harness import BOTH_LINES, LINES
 from kit.streams import Stream
 from shim.engine.anatomy import ATTRIBUTES
 
@@ -56,7 +56,7 @@ def wanted(line, folder):
     renamed, others = asked_for(line, folder)
     (other,) = set(LINES) - {line}
     shared = set().union(*asked_for(other, folder))
-    turns = {case for case in others if case not in shared or is_turn_of(line, case)}
+    turns = {c for c in others if BOTH_LINES or c not in shared or is_turn_of(line, c)}
     return sorted(renamed | turns, key=lambda case: case[::-1])
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from kit.harness import (
     KILLER,
+    LINES,
     NEWEST,
     REPO,
     Server,
@@ -192,7 +193,12 @@ def test_no_new_thread_can_be_started(line, faulty, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "entry", [("-m", "mlx_lm.server"), ("-m", "mlx_lm", "server"), ("-m", "mlx_lm", "generate")]
+    ("line", "entry"),
+    [
+        *((line, ("-m", "mlx_lm", "server")) for line in LINES),
+        ("0.31.3", ("-m", "mlx_lm", "generate")),
+        ("0.32.2", ("-m", "mlx_lm.server")),
+    ],
 )
 def test_nothing_is_said_where_no_server_starts(line, entry):
     """Least of all on stdout."""

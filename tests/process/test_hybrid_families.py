@@ -12,7 +12,16 @@ import textwrap
 import pytest
 
 from kit.families import FAMILIES, IMPOSSIBLE
-from kit.harness import LINES, REPO, VENVS, Inconclusive, clean_environ, python_of
+from kit.harness import (
+    BOTH_LINES,
+    LINES,
+    REPO,
+    VENVS,
+    Inconclusive,
+    clean_environ,
+    python_of,
+    run_program,
+)
 
 OFF = {"MLX_SHIM_LEAKING_ADVANCE": "0", "MLX_SHIM_LEAKING_OFFSET": "0"}
 # Tokens of a run, and the first and last token at which its memory is looked at. Both are between
@@ -76,24 +85,20 @@ BATCH = """
 """
 
 
-def run(line, family, **environ):
+def run(folder, line, family, **environ):
     length = LONG if (line, family) in LONG_RUNS else SHORT
-    child = subprocess.run(
-        [
-            python_of(line),
-            "-c",
-            textwrap.dedent(BATCH),
-            str(REPO / "tests"),
-            family,
-            *map(str, length),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=clean_environ(**({"PYTHONPATH": str(REPO)} | environ)),
+    program = folder / "program.py"
+    program.write_text(textwrap.dedent(BATCH))
+    status, text = run_program(
+        line,
+        program,
+        str(REPO / "tests"),
+        family,
+        *map(str, length),
+        environ=clean_environ(**({"PYTHONPATH": str(REPO)} | environ)),
     )
-    assert child.returncode == 0, child.stderr[-3000:]
-    return json.loads(child.stdout.splitlines()[-1])
+    assert status == 0, text[-3000:]
+    return json.loads(text.splitlines()[-1])
 
 
 def modules(line):
@@ -101,22 +106,27 @@ def modules(line):
     return folder
 
 
+def lines_of(number, family):
+    """The lines that a family is tried on: both for some, else one in turn, if both have it."""
+    having = [line for line in LINES if (modules(line) / f"{family}.py").exists()]
+    if family in {family for _, family in LONG_RUNS} or BOTH_LINES:
+        return having
+    return [having[number % len(having)]]
+
+
 CASES = [
-    (line, family)
-    for line in LINES
-    for family in FAMILIES
-    if (modules(line) / f"{family}.py").exists()
+    (line, family) for number, family in enumerate(FAMILIES) for line in lines_of(number, family)
 ]
 
 
 @pytest.mark.guard("leaking_advance", "leaking_offset")
 @pytest.mark.control("leaking_advance")
 @pytest.mark.parametrize(("line", "family"), CASES)
-def test_a_family(line, family):
-    ours, stock = run(line, family), run(line, family, **OFF)
+def test_a_family(line, family, tmp_path):
+    ours, stock = run(tmp_path, line, family), run(tmp_path, line, family, **OFF)
     # A busy machine's temporaries, or a leak: a leak shows each time.
     if ours["leak"] >= 2 or stock["leak"] < 3:
-        ours, stock = run(line, family), run(line, family, **OFF)
+        ours, stock = run(tmp_path, line, family), run(tmp_path, line, family, **OFF)
     print(
         f"{line} {family}: bytes a token, stock {stock['leak']:g}, ours {ours['leak']:g} "
         f"({ours['arrays']} layers)"
