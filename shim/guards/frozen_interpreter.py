@@ -1,13 +1,19 @@
 """The interpreter itself stands still: native code holds the GIL and no Python thread, the watchdog included, runs.
 
-Only a C thread can act then. Here faulthandler's, armed for MLX_SHIM_GIL_DEADLINE and re-armed by the watchdog, dumps all
-stacks and ends the process with status 1. There is one such timer in a process; where the program uses it itself,
-it stays the program's.
+Only a C thread can act then. Here faulthandler's, armed for MLX_SHIM_GIL_DEADLINE and re-armed by the watchdog, dumps
+all stacks and ends the process with status 1. While stderr is a pipe that is not read, it ends it without the stacks.
+There is one such timer in a process; where the program uses it itself, it stays the program's.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import fcntl
+import os
+import select
+import stat
+import struct
+import termios
 import threading
 import time
 from typing import Any
@@ -21,7 +27,11 @@ UPSTREAM = "mlx-lm 1834; no upstream issue names the GIL"
 MODULE = "mlx_lm.server"
 SETTINGS = ("gil_deadline",)
 
+# Bytes that may wait in stderr's pipe: with more its reader is behind, and the stacks may not find room.
+MOST_UNREAD = 4096
+
 _armed_at = 0.0
+_nowhere: int | None = None
 _ours = 0  # the thread whose call to faulthandler is our own, while it makes one
 _foreign = False
 
@@ -53,7 +63,30 @@ def _rearm() -> None:
     now = time.monotonic()
     if now - _armed_at >= min(1.0, deadline / 4):
         _armed_at = now
-        _call(faulthandler.dump_traceback_later, deadline, exit=True, file=report.stderr_fd())
+        _call(faulthandler.dump_traceback_later, deadline, exit=True, file=_destination())
+
+
+def _destination() -> int | None:
+    """Where the stacks go: stderr, or nowhere while its pipe is not read. faulthandler would wait for a reader, not exit."""
+    global _nowhere
+    fd = report.stderr_fd()
+    if fd is None or _has_room(fd):
+        return fd
+    if _nowhere is None:
+        _nowhere = os.open(os.devnull, os.O_WRONLY)
+    return _nowhere
+
+
+def _has_room(fd: int) -> bool:
+    try:
+        if not select.select([], [fd], [], 0)[1]:
+            return False
+        if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+            return True
+        unread = fcntl.ioctl(fd, termios.FIONREAD, b"\0" * struct.calcsize("i"))
+        return int(struct.unpack("i", unread)[0]) <= MOST_UNREAD
+    except OSError:  # closed meanwhile: nothing is waited for
+        return True
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> None:

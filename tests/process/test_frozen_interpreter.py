@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import textwrap
 import time
 
@@ -34,6 +36,26 @@ def test_a_frozen_interpreter_ends_with_1(line, tmp_path):
         assert "Timeout (0:00:06)!" in server.text()
         assert "in misbehave\n" in server.text()
         expect_zombie(control)
+
+
+def test_it_ends_where_stderr_is_not_read(line, tmp_path):
+    """faulthandler itself would wait for a reader."""
+    model = FaultyModel(tmp_path / "faulty", kind="hold_gil")
+    reader, writer = os.pipe()
+    with Server(
+        line, model.path, tmp_path / "log", args=model.args, environ=DEADLINE, stderr=writer
+    ) as server:
+        server.ready()
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * 512)
+        os.set_blocking(writer, True)
+        time.sleep(2)
+        frozen(server, model)
+        assert server.wait_exit(60) == 1
+    os.close(reader)
+    os.close(writer)
 
 
 def test_somebody_elses_use_of_the_timer_is_respected(line, tiny, tmp_path):
