@@ -49,6 +49,8 @@ GUARDS = (
     "unseen_by_systemd",
     "crash_loop",
     "refused_while_down",
+    # Wraps nothing, and comes in as a server starts, before a line is written.
+    "blocking_log",
 )
 # What the promise stands on: the server answers, says that it cannot, or exits. Without one of these that is not so.
 HEART = (

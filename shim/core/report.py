@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal
+from typing import Literal, Protocol
 
 PREFIX = "mlx-lm-shim: "
 # A write of at most this many bytes to a pipe that select() calls writable does not block (POSIX: PIPE_BUF is >= 512).
@@ -30,7 +30,19 @@ class State:
         return f"{self.kind} ({self.reason})" if self.reason else self.kind
 
 
+class Log(Protocol):
+    """Writes to stderr in the place of its callers: the guard blocking_log."""
+
+    def put(self, data: bytes) -> None:
+        """Have it written. Never waits and never raises."""
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until what was put is written, or known to be lost: at most so long. Whether it is."""
+
+
 states: dict[str, State] = {}
+# None where lines are written by whoever has something to say.
+log: Log | None = None
 _debug = False
 _said: set[str] = set()
 
@@ -96,9 +108,22 @@ def debug(text: str) -> None:
 
 def line_nowait(text: str) -> None:
     """As `line`, but give up rather than wait for a reader: for a process that is about to end."""
+    if log is not None:
+        line(text)
+    else:
+        line_at_end(text)
+
+
+def flush(seconds: float) -> bool:
+    """Wait, at most so long, until all that was said is written. Whether it is, or cannot be."""
+    return log is None or log.flush(seconds)
+
+
+def line_at_end(text: str) -> None:
+    """As `line`, in this thread, past all that still waits, and only where a reader takes it now."""
     fd = stderr_fd()
     if fd is not None and select.select([], [fd], [], 0)[1]:
-        _write(_encode(PREFIX + one_line(text))[: _ATOMIC - 1] + b"\n")
+        _write_here(fd, _encode(PREFIX + one_line(text))[: _ATOMIC - 1] + b"\n")
 
 
 def _encode(text: str) -> bytes:
@@ -118,9 +143,15 @@ def _write(data: bytes) -> None:
     fd = stderr_fd()
     if fd is None:
         return
+    if log is not None:
+        log.put(data)
+    else:
+        _write_here(fd, data)
+
+
+def _write_here(fd: int, data: bytes) -> None:
     try:
-        os.write(
-            fd, data
-        )  # past sys.stderr's buffer and lock: a thread that died holding it must not stop us
+        # Past sys.stderr's buffer and lock: a thread that died holding it must not stop us.
+        os.write(fd, data)
     except OSError:
         return  # nobody reads it any more, and there is nowhere else to say so

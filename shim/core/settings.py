@@ -20,6 +20,7 @@ from .values import (
     parse_deadline,
     parse_duration,
     parse_kv_size,
+    parse_log_queue,
     parse_memory,
     parse_names,
     parse_optional_size,
@@ -205,6 +206,11 @@ class Settings:
         "0", "size or share", parse_memory,
         "with so much in use the largest requests are ended with an error, and then the process is replaced (75); a prompt "
         "that could not fit below it is 400; 0 is off", "exhausted_memory",
+    )  # fmt: skip
+    log_queue: int = _setting(
+        "4M", "size", parse_log_queue,
+        "so much of the log may wait to be written; lines that come while it is full are lost, and counted; at least 64K, "
+        "or 0: off", "blocking_log",
     )  # fmt: skip
     guards_off: frozenset[str] = frozenset()
 

@@ -13,6 +13,7 @@ SMALLEST_KV_SIZE = 16
 SHORTEST_DEADLINE = (
     2.0  # seconds: the watchdog puts it off once a second at best, and on a busy machine later
 )
+SMALLEST_LOG_QUEUE = 64 << 10  # bytes
 AUTO_MARGIN = 4 << 30  # bytes wired beside a model that is large for the machine
 MOST_DEATHS = 100  # that a limit of deaths may ask for
 AUTO_SHARE = 0.6  # of the machine's memory: a model below it leaves enough to go without wiring
@@ -59,6 +60,14 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ValueError("accepted: a size such as 1048576, 512K, 64M or 12G")
     return int(float(match[1]) * 1024 ** ("", "K", "M", "G", "T").index(match[2].upper()))
+
+
+def parse_log_queue(text: str) -> int:
+    """0, or bytes for a few hundred lines at least. Raises ValueError saying what is accepted."""
+    size = parse_size(text)
+    if 0 < size < SMALLEST_LOG_QUEUE:
+        raise ValueError(f"accepted: 0, or a size of at least {SMALLEST_LOG_QUEUE >> 10}K")
+    return size
 
 
 def parse_memory(text: str) -> int:

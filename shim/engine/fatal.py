@@ -35,6 +35,8 @@ _begun = threading.Event()
 _status = EX_SOFTWARE
 _verdict = ""
 _said = False
+# By time.monotonic.
+_begun_at = 0.0
 
 
 def die(
@@ -65,6 +67,7 @@ def die(
             _attempt("show the traceback", show)
         _leave_word(error, facts)
         engine.wait_for_handlers(deadline - time.monotonic())
+        _finish_log()
     finally:
         os._exit(status)
 
@@ -79,16 +82,17 @@ def exit_orderly(status: int, reason: str, facts: dict[str, Any] | None = None) 
     try:
         engine.wait_for_handlers(LET_IN)
         _leave_word(None, facts)
+        _finish_log()
     finally:
         os._exit(status)
 
 
 def _take(status: int, verdict: str) -> None:
     """Be the one that ends the process; any other thread waits here until it is over."""
-    global _status, _verdict
+    global _status, _verdict, _begun_at
     if not _first.acquire(blocking=False):
         threading.Event().wait()
-    _status, _verdict = status, verdict
+    _status, _verdict, _begun_at = status, verdict, time.monotonic()
 
 
 def gathered(reason: str, error: BaseException | None = None) -> dict[str, Any] | None:
@@ -109,6 +113,12 @@ def _leave_word(error: BaseException | None, facts: dict[str, Any] | None) -> No
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
+
+
+def _finish_log() -> None:
+    """Wait until the log is written, while there is time. Where it is stuck, the verdict may still find room."""
+    if not report.flush(_begun_at + REPORT_LIMIT - time.monotonic()):
+        report.line_at_end(_verdict)
 
 
 def at_end(note: Callable[[int], None]) -> None:
@@ -133,7 +143,7 @@ def _enforce() -> NoReturn:
     threading.Event().wait(max(REPORT_LIMIT, settings.current.exit_grace))
     try:
         if not _said:
-            report.line_nowait(_verdict)
+            report.line_at_end(_verdict)
     finally:
         os._exit(_status)
 

@@ -20,6 +20,9 @@ SERVED = (
     3  # answers of status 200 after which each fact that belongs to every request has been seen
 )
 
+# Called when a server starts, before anything is said; again when another starts in the same process.
+before_start: list[Callable[[], None]] = []
+
 
 def install(server: Any, on_start: Callable[[], None]) -> None:
     """Keep `engine` current, and call `on_start` when a server starts (a mere import of mlx_lm.server is none)."""
@@ -46,7 +49,7 @@ def _watch_starts(server: Any, on_start: Callable[[], None]) -> None:
     """A server starts with the first of these that is called; what begins then begins once."""
 
     def begin() -> None:
-        _framed(fatal.prepare, on_start, watchdog.start)
+        _framed(*before_start, fatal.prepare, on_start, watchdog.start)
 
     def starts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         begin()
