@@ -9,6 +9,7 @@ those in decode. The rules are in `_judge`.
 from __future__ import annotations
 
 import faulthandler
+import tempfile
 from typing import Any
 
 from ..core import errors, report, settings
@@ -36,6 +37,7 @@ STEPS = 2
 OTHERS = 20
 # Seconds a verdict must hold: the watchdog may look while a step's deliveries are being handed out, one after another.
 CONFIRM = 1.0
+LOG_LIMIT = 0.2  # seconds for the log to be written, before anything is written past it
 
 _suspects: dict[int, float] = {}
 _paused = 0.0
@@ -193,5 +195,18 @@ def _stalled(who: str, why: str) -> None:
 def _dump() -> None:
     """The stacks of all threads, to stderr."""
     fd = report.stderr_fd()
-    if fd is not None:
+    if fd is None:
+        return
+    if report.log is None:
         faulthandler.dump_traceback(fd, all_threads=True)
+        return
+    # faulthandler would wait for a reader. A file has none, and the log's own thread passes it on.
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            report.log.put(file.read())
+    except OSError as error:
+        report.line(f"there is no room for a file of the stacks: {error}")
+        if report.flush(LOG_LIMIT):
+            faulthandler.dump_traceback(fd, all_threads=True)
