@@ -16,6 +16,7 @@ import threading
 import time
 import types
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -162,6 +163,7 @@ def test_a_named_pipe_gets_another_reader(tmp_path):
     )
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
 def test_a_full_disk():
     lost = []
     writer = Writer(os.open("/dev/full", os.O_WRONLY), LIMIT, lost.append)
@@ -394,6 +396,25 @@ def test_what_goes_wrong_in_put_costs_the_line_alone(log, monkeypatch):
     monkeypatch.setattr(log.writer, "_waiting", None)
     log.writer.put(b"a line\n")
     assert log.lost == 1
+
+
+def test_the_thread_goes_on_after_what_goes_wrong_in_it(log, monkeypatch):
+    write, failures = os.write, []
+
+    def failing(fd, data):
+        if fd == log.fd and not failures:
+            failures.append(data)
+            raise BlockingIOError
+        return write(fd, data)
+
+    def closed(*_):
+        raise OSError("the descriptor is closed")
+
+    monkeypatch.setattr(os, "write", failing)
+    monkeypatch.setattr(blocking_log.writer, "select", types.SimpleNamespace(select=closed))
+    log.writer.put(b"line 1\n")
+    assert log.writer.flush(5)
+    assert numbers(log.read()) == [1]
 
 
 # In a process of its own: what becomes of the streams of a server, and of those of others.

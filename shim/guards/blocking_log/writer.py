@@ -22,6 +22,7 @@ from ...core import report
 _NOTICE = 160  # bytes
 # A pipe takes so many bytes whole, or not at all: a line that is written past us is not put in the middle of ours.
 _CHUNK = select.PIPE_BUF - _NOTICE
+RETRY = 0.1  # seconds
 _TOO_SLOW = "the log was read or written too slowly"
 
 
@@ -133,7 +134,10 @@ class Writer:
         while True:
             self._wake.acquire()
             while self._waiting:
-                self._write_some()
+                try:
+                    self._write_some()
+                except Exception:  # MemoryError; or closed while we waited for it
+                    self._wake.acquire(timeout=RETRY)
                 self._answer_flushes()
             if self._unsaid and self._whole:
                 self._full = False
