@@ -1,5 +1,7 @@
 """What the guard of the log costs a request: /health with it on and off, paired and interleaved; and one line alone.
 
+A busy machine blurs the latency of requests, so the CPU that the server spends on each is told as well.
+
 .venvs/0.32.2/bin/python tests/bench/blocking_log.py [pairs]
 """
 
@@ -16,22 +18,39 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import psutil
+
 from kit.harness import NEWEST, Server
 from shim.cli import tiny_model
 from shim.guards.blocking_log.stream import LogBuffer
 from shim.guards.blocking_log.writer import Writer
 
-BLOCK = 100  # requests of one measurement
+REQUESTS = 100  # pairs of them for each pair of lines
 LINES = 2000
 LINE = '127.0.0.1 - - [01/Jan/2030 00:00:00] "GET /health HTTP/1.1" 200 -\n'
 
 
-def block(server: Server) -> float:
+def request(server: Server) -> float:
     """Seconds a request."""
     start = time.perf_counter()
-    for _ in range(BLOCK):
-        server.get("/health")
-    return (time.perf_counter() - start) / BLOCK
+    server.get("/health")
+    return time.perf_counter() - start
+
+
+def requests(without: Server, guarded: Server, pairs: int) -> list[tuple[float, float]]:
+    """One to each in turn, and each first as often as the other."""
+    times = []
+    for n in range(pairs):
+        first, second = (without, guarded) if n % 2 else (guarded, without)
+        one, other = request(first), request(second)
+        times.append((one, other) if first is without else (other, one))
+    return times
+
+
+def cpu(server: Server) -> float:
+    """Seconds that the server has computed."""
+    times = psutil.Process(server.pid).cpu_times()
+    return times.user + times.system
 
 
 def lines(stream: io.TextIOWrapper) -> float:
@@ -63,8 +82,15 @@ def main() -> None:
         ):
             for server in (without, guarded):
                 server.ready()
-                block(server)
-            show("a request", [(block(without), block(guarded)) for _ in range(pairs)])
+            requests(without, guarded, REQUESTS)
+            before = cpu(without), cpu(guarded)
+            count = pairs * REQUESTS
+            show("a request", requests(without, guarded, count))
+            off_cpu, on_cpu = (
+                (cpu(server) - spent) / count * 1e6
+                for server, spent in zip((without, guarded), before, strict=True)
+            )
+            print(f"of the server's CPU: off {off_cpu:.0f} us, on {on_cpu:.0f} us a request")
 
         text = {"encoding": "utf-8", "newline": "\n", "line_buffering": True}
         writer = Writer(

@@ -31,6 +31,17 @@ PROGRAM = """
 """
 
 
+# Once the server serves: what stock logs before would end it.
+CLOSE = """
+import socketserver
+stock = socketserver.BaseServer.serve_forever
+def serve_forever(self, *args):
+    sys.stderr.close()
+    stock(self, *args)
+socketserver.BaseServer.serve_forever = serve_forever
+"""
+
+
 class Fault:
     """A server's stderr, and how it fails once the server listens."""
 
@@ -44,7 +55,7 @@ class Fault:
 
 
 class Closed(Fault):
-    statement = "sys.stderr.close()"
+    statement = CLOSE
 
     def __init__(self, folder):
         path = folder / "program.py"
