@@ -1,8 +1,10 @@
-"""The interpreter itself stands still: native code holds the GIL and no Python thread, the watchdog included, runs.
+"""The interpreter stands still: native code holds the GIL, and no Python thread runs.
 
-Only a C thread can act then. Here faulthandler's, armed for MLX_SHIM_GIL_DEADLINE and re-armed by the watchdog, dumps
-all stacks and ends the process with status 1. While stderr is a pipe that is not read, it ends it without the stacks.
-There is one such timer in a process; where the program uses it itself, it stays the program's.
+The watchdog does not run either: only a C thread can act then. Here the watchdog arms
+faulthandler's timer for MLX_SHIM_GIL_DEADLINE, and arms it again as long as Python runs. When the
+time is over, faulthandler dumps all stacks and ends the process with status 1. While stderr is a
+pipe that is not read, it ends the process without the stacks. A process has one such timer: a
+program that uses it itself keeps it.
 """
 
 from __future__ import annotations
@@ -27,12 +29,16 @@ UPSTREAM = "mlx-lm 1834; no upstream issue names the GIL"
 MODULE = "mlx_lm.server"
 SETTINGS = ("gil_deadline",)
 
-# Bytes that may wait in stderr's pipe: with more its reader is behind, and the stacks may not find room.
+# With more bytes unread in stderr's pipe its reader is behind, and the stacks may not find room.
 MOST_UNREAD = 4096
 
+# When the timer was last armed, by time.monotonic; 0 where it is not.
 _armed_at = 0.0
+# A descriptor of /dev/null, once it was needed.
 _nowhere: int | None = None
-_ours = 0  # the thread whose call to faulthandler is our own, while it makes one
+# The thread that calls faulthandler for the shim, while it does so.
+_ours = 0
+# Whether the program uses the timer itself.
 _foreign = False
 
 
@@ -42,20 +48,19 @@ def probe(server: Any) -> None:
 
 
 def apply(server: Any) -> None:
-    patch.wrap(faulthandler, "dump_traceback_later", _somebody_arms)
-    patch.wrap(faulthandler, "cancel_dump_traceback_later", _somebody_cancels)
+    patch.wrap(faulthandler, "dump_traceback_later", _program_arms)
+    patch.wrap(faulthandler, "cancel_dump_traceback_later", _program_cancels)
     watchdog.add(_rearm)
 
 
 def _rearm() -> None:
-    """Called by the watchdog. Re-arming starts a thread (50 µs), so not at every look."""
+    """Called by the watchdog. Re-arming starts a thread (50 µs), so not every call does it."""
     global _armed_at
     deadline = settings.current.gil_deadline
     if _foreign:
         return
-    if (
-        engine.stopping and not engine.draining
-    ):  # a drain ends by itself, unless the interpreter stands still
+    # A drain stays watched: it ends by itself, unless the interpreter stands still.
+    if engine.stopping and not engine.draining:
         if _armed_at:
             _armed_at = 0.0
             _call(faulthandler.cancel_dump_traceback_later)
@@ -67,7 +72,10 @@ def _rearm() -> None:
 
 
 def _destination() -> int | None:
-    """Where the stacks go: stderr, or nowhere while its pipe is not read. faulthandler would wait for a reader, not exit."""
+    """Return where the stacks go: stderr, or /dev/null while stderr is a pipe that is not read.
+
+    faulthandler would wait for a reader, and not end the process.
+    """
     global _nowhere
     fd = report.stderr_fd()
     if fd is None or _has_room(fd):
@@ -85,7 +93,8 @@ def _has_room(fd: int) -> bool:
             return True
         unread = fcntl.ioctl(fd, termios.FIONREAD, b"\0" * struct.calcsize("i"))
         return int(struct.unpack("i", unread)[0]) <= MOST_UNREAD
-    except OSError:  # closed meanwhile: nothing is waited for
+    # The descriptor was closed in the meantime: a write fails, and does not wait.
+    except OSError:
         return True
 
 
@@ -98,21 +107,23 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> None:
         _ours = 0
 
 
-def _somebody_arms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def _program_arms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     global _foreign
     if _ours != threading.get_ident() and not _foreign:
         _foreign = True
         report.line(
-            "the program uses faulthandler.dump_traceback_later itself: MLX_SHIM_GIL_DEADLINE is not watched"
+            "the program uses faulthandler.dump_traceback_later itself: "
+            "MLX_SHIM_GIL_DEADLINE is not watched"
         )
     return wrapped(*args, **kwargs)
 
 
-def _somebody_cancels(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def _program_cancels(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     global _foreign
     if _ours != threading.get_ident() and _foreign:
         _foreign = False
         report.line(
-            "the program has given faulthandler's timer back: MLX_SHIM_GIL_DEADLINE is watched again"
+            "the program has given faulthandler's timer back: "
+            "MLX_SHIM_GIL_DEADLINE is watched again"
         )
     return wrapped(*args, **kwargs)

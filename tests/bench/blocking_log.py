@@ -1,4 +1,4 @@
-"""What the guard of the log costs a request: /health with it on and off, paired and interleaved; and one line alone.
+"""Measures what blocking_log costs a request (/health with it on and off, in turn) and a line.
 
 A busy machine blurs the latency of requests, so the CPU that the server spends on each is told as well.
 

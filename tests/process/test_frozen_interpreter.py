@@ -7,8 +7,10 @@ import os
 import textwrap
 import time
 
+import pytest
+
 from conftest import FaultyModel
-from kit.harness import Server, expect_zombie, wait_until
+from kit.harness import NEWEST, Server, expect_zombie, wait_until
 
 DEADLINE = {
     "MLX_SHIM_GIL_DEADLINE": "6s"
@@ -20,6 +22,8 @@ def frozen(server, model):
     server.send_and_leave({"prompt": "x"})
 
 
+@pytest.mark.guard("frozen_interpreter")
+@pytest.mark.control("frozen_interpreter")
 def test_a_frozen_interpreter_ends_with_1(line, tmp_path):
     """Beside one without the guard, the control, which is frozen for longer."""
     model, other = (FaultyModel(tmp_path / name, kind="hold_gil") for name in ("faulty", "other"))
@@ -38,12 +42,13 @@ def test_a_frozen_interpreter_ends_with_1(line, tmp_path):
         expect_zombie(control)
 
 
-def test_it_ends_where_stderr_is_not_read(line, tmp_path):
+@pytest.mark.guard("frozen_interpreter")
+def test_it_ends_where_stderr_is_not_read(tmp_path):
     """faulthandler itself would wait for a reader."""
     model = FaultyModel(tmp_path / "faulty", kind="hold_gil")
     reader, writer = os.pipe()
     with Server(
-        line, model.path, tmp_path / "log", args=model.args, environ=DEADLINE, stderr=writer
+        NEWEST, model.path, tmp_path / "log", args=model.args, environ=DEADLINE, stderr=writer
     ) as server:
         server.ready()
         os.set_blocking(writer, False)
@@ -51,6 +56,7 @@ def test_it_ends_where_stderr_is_not_read(line, tmp_path):
             while True:
                 os.write(writer, b"x" * 512)
         os.set_blocking(writer, True)
+        # The watchdog arms the timer once a second.
         time.sleep(2)
         frozen(server, model)
         assert server.wait_exit(60) == 1
@@ -58,6 +64,7 @@ def test_it_ends_where_stderr_is_not_read(line, tmp_path):
     os.close(writer)
 
 
+@pytest.mark.guard("frozen_interpreter")
 def test_somebody_elses_use_of_the_timer_is_respected(line, tiny, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(

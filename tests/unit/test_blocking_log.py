@@ -580,6 +580,56 @@ def test_a_fork_of_a_server_and_a_server_in_a_fork():
     assert said == "parent\nchild\nmlx-lm-shim: child\na server\nparent\n"
 
 
+STUCK = """
+    import threading, time
+    from shim.engine import fatal
+    forever = lambda *_: threading.Event().wait()
+    class Stuck:
+        put = flush = forever
+"""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("report.log = Stuck()", id="the log itself"),
+        # As of a pipe that another thread fills after select() said that there is room.
+        pytest.param("show = report.line_at_end = forever", id="the last line"),
+        pytest.param("report._write_here = forever", id="all writes"),
+    ],
+)
+def test_the_exit_is_certain_whatever_the_log_does(fault):
+    start = time.monotonic()
+    run(
+        textwrap.dedent(STUCK)
+        + textwrap.dedent(f"""
+            show = None
+            {fault}
+            fatal.prepare()
+            fatal.die(70, "a test", show)
+        """),
+        status=70,
+    )
+    assert time.monotonic() - start < 10
+
+
+def test_the_verdict_finds_its_way_past_a_log_that_is_stuck():
+    """Once, though two threads try."""
+    said = run(
+        textwrap.dedent(STUCK)
+        + textwrap.dedent("""
+            class Full:
+                put = lambda self, data: None
+                flush = lambda self, seconds: time.sleep(max(0, seconds))
+            report.log = Full()
+            fatal.prepare()
+            fatal.die(70, "a test")
+        """),
+        status=70,
+    )
+    assert said.count("fatal: a test; 0 in flight") == 1
+
+
 def test_sigpipe_ends_no_server():
     """A program may have its default back."""
     run("""

@@ -1,16 +1,18 @@
-"""A log that cannot be written costs requests: all of them, /health included.
+"""If the log cannot be written, no request is answered, not even /health.
 
-Stock writes its access line to stderr before the status line. With the reader of the pipe gone, the stream closed, the
-disk full or the terminal gone, that write fails and the client gets no byte; with a pipe that is not read, it blocks
-as soon as the pipe is full (64 KiB on Linux). Stock's `logging` blocks there as well, in the generation thread too.
-Here what goes to stderr waits in memory, at most MLX_SHIM_LOG_QUEUE bytes, and one thread writes it, in order.
-Only that thread waits for a reader. Lines that cannot be written are counted, in /health (`lost_log_lines`), and a line
-says how many once writing works again.
+Stock writes its access line to stderr before the status line. If the reader of the pipe has gone,
+the stream is closed, the disk is full or the terminal has gone, that write fails and the client
+gets no byte. If no one reads the pipe, the write blocks as soon as the pipe is full (64 KiB on
+Linux). Stock's `logging` blocks there too, even in the generation thread.
 
-The streams stay the objects that they were, so a handler or a program that holds one is covered. stderr is covered, and
-stdout where a handler of `logging` writes to it. The descriptor stays as it is, for faulthandler and for subprocesses. A
-child of a fork writes as before. A stream that a program puts in the place of sys.stderr, and that does not write to
-descriptor 1 or 2, is left to the program.
+Here what goes to stderr waits in memory, at most MLX_SHIM_LOG_QUEUE bytes, and one thread writes
+it, in order. Only that thread waits for a reader. The guard counts the lines that cannot be
+written, in /health (`lost_log_lines`), and a line says how many once writing works again.
+
+The streams stay the same objects, so a handler or a program that holds one is covered. The guard
+covers stderr, and stdout where a handler of `logging` writes to it. The descriptor stays as it is,
+for faulthandler and for subprocesses. A child of a fork writes as before. If a program replaces
+sys.stderr by a stream that does not write to descriptor 1 or 2, the guard leaves that stream alone.
 """
 
 from __future__ import annotations
@@ -35,15 +37,17 @@ SETTINGS = ("log_queue",)
 
 # The key among the counters of /health.
 COUNTER = "lost_log_lines"
-# For what still waits when the interpreter ends by itself.
-EXIT_LIMIT = 1.0  # seconds
+# Seconds for the lines that still wait when the interpreter ends by itself.
+EXIT_LIMIT = 1.0
+# The descriptors that are covered.
 _STANDARD = (1, 2)
 
+# One for each file.
 _writers: list[Writer] = []
 
 
 def probe(server: Any) -> None:
-    """Nothing to try: that a write to a full pipe blocks is no fault of stock that a release could cure alone."""
+    """Nothing to try: a write to a full pipe blocks on every release."""
 
 
 def apply(server: Any) -> None:
@@ -51,14 +55,14 @@ def apply(server: Any) -> None:
 
 
 def start() -> None:
-    """Have the streams of this process written by a thread. Called whenever a server starts; the first call does it."""
+    """Have a thread write the streams of this process. Each start of a server calls this."""
     engine.counters.setdefault(COUNTER, 0)
     try:
         for stream in _streams():
             _cover(stream)
         _replace_missing()
     except Exception as error:
-        report.failed("blocking_log", report.one_line(error))
+        report.mark_failed("blocking_log", report.one_line(error))
     fd = report.stderr_fd()
     written = [w for w in _writers if w.at_work and fd is not None and w.fd == fd]
     report.log = written[0] if written else None
@@ -69,7 +73,7 @@ def start() -> None:
 
 
 def _streams() -> list[Any]:
-    """The text streams to cover, each once."""
+    """List the text streams to cover, each once."""
     found = [sys.stderr, sys.__stderr__]
     if any(getattr(handler, "stream", None) is sys.stdout for handler in _handlers()):
         found.append(sys.stdout)
@@ -82,7 +86,7 @@ def _handlers() -> list[logging.Handler]:
 
 
 def _buffer(stream: Any) -> Any:
-    """What a text stream writes to; None where it is no text stream, or the program has taken its buffer away."""
+    """Return the buffer of a text stream; None if the program has detached it, or wrote its own."""
     try:
         return stream.buffer if isinstance(stream, io.TextIOWrapper) else None
     except ValueError:
@@ -90,16 +94,18 @@ def _buffer(stream: Any) -> Any:
 
 
 def _cover(stream: Any) -> None:
-    """Put a LogBuffer under a text stream. Text that the stream holds back stays in it."""
+    """Put a LogBuffer under a text stream. Text that the stream has not passed on stays in it."""
     old = _buffer(stream)
     if isinstance(old, LogBuffer):
-        old.writer.start()  # again, where a child of a fork has become a server itself
+        # A child of a fork has become a server itself, and has no thread yet.
+        old.writer.start()
         return
     if old is None:
         return
     try:
         fd = None if stream.closed else stream.fileno()
-    except OSError:  # it writes to memory
+    # It writes to memory.
+    except OSError:
         return
     if fd not in (*_STANDARD, None):
         return
@@ -123,9 +129,10 @@ def _attributes(stream: io.TextIOWrapper) -> dict[str, Any]:
 
 
 def _replace_missing() -> None:
-    """Where stderr was closed as Python started there is no stream, and stock's access line ends the request.
+    """Make a sys.stderr if there is none that can be written: stock's access line needs one.
 
-    So it does where the program has taken the buffer from the stream.
+    There is none if stderr was closed when Python started, or if the program has detached the
+    buffer of the stream.
     """
     stream = sys.stderr
     if stream is not None and (_buffer(stream) or not isinstance(stream, io.TextIOWrapper)):
@@ -138,7 +145,7 @@ def _replace_missing() -> None:
 
 
 def _writer_for(fd: int | None) -> Writer:
-    """One for each file: stdout and stderr are often the same, and then keep one order."""
+    """Return the writer of a file. If stdout and stderr are one file, their lines keep one order."""
     for known in _writers:
         if known.fd == fd or (None not in (known.fd, fd) and _is_same_file(known.fd, fd)):
             return known
@@ -163,14 +170,14 @@ def _note(lines: int) -> None:
 
 
 def _leave_alone() -> None:
-    """In a child of a fork: it has no thread of ours, and what waits is the parent's."""
+    """Called in a child of a fork: it has no thread of the shim. The parent writes what waits."""
     report.log = None
     for writer in _writers:
         writer.forget()
 
 
 def _end() -> None:
-    """The interpreter ends: its teardown stops our threads."""
+    """Called when the interpreter ends: its teardown stops the threads of the writers."""
     deadline = time.monotonic() + EXIT_LIMIT
     for writer in _writers:
         writer.end(deadline)

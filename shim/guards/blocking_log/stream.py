@@ -1,4 +1,4 @@
-"""What is under a text stream of the server in the place of its own buffer: it hands the bytes over, and never waits."""
+"""The buffer that the guard puts under a text stream: it passes the bytes on, and never waits."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from .writer import Writer
 
 
 class LogBuffer(io.BufferedIOBase):
-    """The binary buffer of sys.stderr. Of the old one, `old`, it takes the name and the descriptor."""
+    """The binary buffer of sys.stderr, with the name and the descriptor of the old one."""
 
-    # TextIOWrapper asks these while it takes us in. Functions of C: no other thread comes in between and finds the
-    # stream without a buffer.
+    # TextIOWrapper calls these while its buffer is replaced. They are functions of C, so that no
+    # other thread runs in between and finds the stream without a buffer.
     seekable = staticmethod(bool)
     writable = staticmethod(functools.partial(bool, True))
 
     def __init__(self, writer: Writer, old: Any) -> None:
         self.writer = writer
-        self.old = old  # held: a buffer that nothing holds closes its descriptor
+        # A buffer without references closes its descriptor, so this one keeps the old one.
+        self.old = old
         self.name = getattr(old, "name", "<stderr>")
         self.mode = getattr(old, "mode", "wb")
         self._silent = False
 
     def write(self, data: Any, /) -> int:
-        """Take all of it. In a child of a fork, write it there and then, and raise OSError as stock does."""
+        """Take all of it. In a child of a fork, write it at once, and raise OSError as stock does."""
         data = data if type(data) is bytes else bytes(memoryview(data))
         if self._silent:
             self.writer.lose(data)
@@ -36,10 +37,10 @@ class LogBuffer(io.BufferedIOBase):
         return len(data)
 
     def flush(self) -> None:
-        """What was written is on its way; no caller may have to wait for it."""
+        """Do nothing: the thread of the writer has the bytes, and no caller may wait for it."""
 
     def close(self) -> None:
-        """A stream that is closed raises ValueError at each line, and that costs the request: lose the lines instead."""
+        """Lose every line from now on: a closed stream would raise ValueError at each request."""
         self._silent = True
 
     @property

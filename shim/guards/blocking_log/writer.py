@@ -1,8 +1,9 @@
-"""The queue of a log, bounded in bytes, and the one thread that writes it and may wait for a reader alone.
+"""The queue of a log, limited in bytes, and the thread that writes it. Only that thread may wait.
 
-`put` takes no lock: it is called in handlers of signals, in __del__ and in callbacks of weak references, and each may
-come in the midst of another `put` of the same thread. The queue is one bytearray: `extend`, `del` of its front and `len`
-are each one step of the interpreter, and so is the release of the lock that wakes the thread.
+`put` takes no lock. Handlers of signals, __del__ and callbacks of weak references call it, and each
+may interrupt another `put` of the same thread. The queue is one bytearray: `extend`, `del` of its
+front and `len` are each one step of the interpreter, and so is the release of the lock that wakes
+the thread.
 """
 
 from __future__ import annotations
@@ -18,19 +19,25 @@ from collections.abc import Callable
 
 from ...core import report
 
-# The text that says how many lines are lost has room beside what is written in one call.
-_NOTICE = 160  # bytes
-# A pipe takes so many bytes whole, or not at all: a line that is written past us is not put in the middle of ours.
-_CHUNK = select.PIPE_BUF - _NOTICE
-RETRY = 0.1  # seconds
-# After the first line the thread waits so long for more: it then runs once for several lines, and seldom in the midst of
-# an answer. Without it a request of 650 us takes 28 us longer, with it 5 (tests/bench/blocking_log.py).
-PAUSE = 0.01  # seconds
+# The most bytes of the notice that says how many lines are lost.
+_NOTICE_BYTES = 160
+# The most bytes of lines in one write. A pipe takes so many, and a notice, whole or not at all: a
+# line that another writer writes does not land in the middle of one of these.
+_CHUNK_BYTES = select.PIPE_BUF - _NOTICE_BYTES
+# Seconds until the thread tries again after a failure that is not of the file.
+RETRY_SECONDS = 0.1
+# Seconds that the thread waits for more lines after the first: it then runs once for several lines,
+# and seldom in the middle of an answer. Without this pause a request of 650 us takes 28 us longer,
+# with it 5 (tests/bench/blocking_log.py).
+PAUSE_SECONDS = 0.01
 _TOO_SLOW = "the log was read or written too slowly"
 
 
 class Writer:
-    """Writes what is put, in order, to descriptor `fd`; None is nowhere. `note(lines)` is told what is lost."""
+    """Writes what is put, in order, to the descriptor `fd`; None means nowhere.
+
+    It calls `note(lines)` with the number of lines that it loses.
+    """
 
     def __init__(self, fd: int | None, limit: int, note: Callable[[int], None]) -> None:
         self.fd = fd
@@ -38,21 +45,29 @@ class Writer:
         self._limit = limit
         self._note = note
         self._waiting = bytearray()
-        self._out = 0  # bytes taken from the queue, written or lost
-        self._full = False  # no line is taken until half of the queue is free
-        self._whole = True  # the last piece that was put ended a line
-        self._taken_whole = True  # the last piece that was taken did
-        self._unsaid = 0  # lines that found no room, and of which no line has told
-        self._failed = 0  # likewise, lines that could not be written
+        # Bytes that have left the queue, written or lost.
+        self._out = 0
+        # Whether the queue was full. It then takes no line until half of it is free.
+        self._full = False
+        # Whether the last piece that was put ended a line, and the last one that the queue took.
+        self._whole = True
+        self._taken_whole = True
+        # Lines that found no room, and lines that could not be written, with the reason. No notice
+        # has told of them yet.
+        self._unsaid = 0
+        self._failed = 0
         self._why = ""
-        self._wake = threading.Lock()  # released where there is something to write
-        self._hurry = threading.Lock()  # released where that must not wait for more
+        # Released if there is something to write, and if that must not wait for more lines.
+        self._wake = threading.Lock()
+        self._hurry = threading.Lock()
+        # For each flush under way: what _out must reach, and a lock that is then released.
         self._flushes: collections.deque[tuple[int, threading.Lock]] = collections.deque()
-        self._ends_at: float | None = None  # by time.monotonic
+        # From the end of the interpreter on: until when callers write, by time.monotonic.
+        self._ends_at: float | None = None
         self.at_work = False
 
     def start(self) -> None:
-        """Start the thread, where there is none. Raises RuntimeError where the system has no thread left."""
+        """Start the thread if there is none. Raises RuntimeError if none can be started."""
         if self.at_work:
             return
         self._wake, self._hurry = threading.Lock(), threading.Lock()
@@ -61,7 +76,7 @@ class Writer:
         self.at_work = True
 
     def forget(self) -> None:
-        """In a child of a fork: there is no thread, and nothing of the parent's to write."""
+        """Called in a child of a fork: it has no thread, and the parent writes what waits."""
         self.at_work = False
         self._waiting.clear()
         self._flushes.clear()
@@ -69,10 +84,11 @@ class Writer:
         self._unsaid = self._failed = 0
 
     def put(self, data: bytes) -> None:
-        """Have it written. Never waits and never raises."""
+        """Have `data` written. Never waits and never raises."""
         try:
             self._put(data)
-        except Exception:  # MemoryError
+        # MemoryError, most likely.
+        except Exception:
             self.lose(data)
 
     def _put(self, data: bytes) -> None:
@@ -112,7 +128,10 @@ class Writer:
             data = data[os.write(self._fd, data) :]
 
     def flush(self, seconds: float) -> bool:
-        """Wait until what was put before is written, or known to be lost: at most so long. Whether it is."""
+        """Wait, for at most `seconds`, until what was put before is written or known to be lost.
+
+        Returns whether that is so.
+        """
         if not self.at_work or self.fd is None or not self._waiting:
             return not self._waiting
         done = threading.Lock()
@@ -123,7 +142,10 @@ class Writer:
         return done.acquire(timeout=max(0, seconds))
 
     def end(self, deadline: float) -> None:
-        """The interpreter's teardown stops the thread. What comes after this is written by its caller, until the deadline."""
+        """Flush until `deadline`, and have callers write from now on, until then.
+
+        The teardown of the interpreter stops the thread.
+        """
         if not self.at_work:
             return
         self.flush(deadline - time.monotonic())
@@ -131,16 +153,17 @@ class Writer:
 
     def _run(self) -> None:
         if hasattr(signal, "pthread_sigmask"):
-            # A program may let SIGPIPE end the process: for a line of the log it should not.
+            # A program may let SIGPIPE end the process. A line of the log should not end it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
         while True:
             self._wake.acquire()
-            self._hurry.acquire(timeout=PAUSE)
+            self._hurry.acquire(timeout=PAUSE_SECONDS)
             while self._waiting:
                 try:
                     self._write_some()
-                except Exception:  # MemoryError; or closed while we waited for it
-                    self._wake.acquire(timeout=RETRY)
+                # MemoryError; or the descriptor was closed while this thread waited for it.
+                except Exception:
+                    self._wake.acquire(timeout=RETRY_SECONDS)
                 self._answer_flushes()
             if self._unsaid and self._whole:
                 self._full = False
@@ -154,7 +177,7 @@ class Writer:
 
     def _write_some(self) -> None:
         """Write the next lines, or a piece of a long one."""
-        data = bytes(self._waiting[:_CHUNK])
+        data = bytes(self._waiting[:_CHUNK_BYTES])
         end = data.rfind(b"\n") + 1
         data = data[:end] if end else data
         try:
@@ -162,7 +185,8 @@ class Writer:
                 os.write(self._fd, _notice(self._failed, self._why))
                 self._failed = 0
             written = os.write(self._fd, data)
-        except BlockingIOError:  # another process that shares the file has made it so
+        # Another process that shares the file has made it non-blocking.
+        except BlockingIOError:
             select.select([], [self._fd], [])
             return
         except Exception as error:
@@ -170,9 +194,8 @@ class Writer:
             self._failed += _lines(data)
             self.lose(data)
             written = len(data)
-        self._out += (
-            written  # first: a flush that comes in between waits too long rather than too short
-        )
+        # First: a flush that begins between the two then waits too long rather than too short.
+        self._out += written
         del self._waiting[:written]
 
     def _told(self) -> bytes:
@@ -181,14 +204,15 @@ class Writer:
         return begin + _notice(lost, _TOO_SLOW) if lost else b""
 
     def _cut(self, data: bytes) -> bytes:
-        """A line that alone is longer than the queue: its first half a queue."""
+        """Cut a line that is longer than the queue to the length of half a queue."""
         self.lose(b"\n")
         kept = self._limit // 2
         return data[:kept] + b" ... %d bytes are cut off here\n" % (len(data) - kept)
 
     def _write_until(self, data: bytes, deadline: float) -> None:
-        """Write in this thread, in pieces that do not block, as long as there is time."""
-        if self._waiting:  # the thread is stuck, or gone in the middle of it
+        """Write in the calling thread, in pieces that do not block, as long as there is time."""
+        # The thread is stuck, or was stopped in the middle of a write.
+        if self._waiting:
             self.lose(data)
             return
         try:
@@ -197,14 +221,15 @@ class Writer:
                 if not select.select([], [self._fd], [], left)[1]:
                     self.lose(data)
                     return
-                data = data[os.write(self._fd, data[:_CHUNK]) :]
+                data = data[os.write(self._fd, data[:_CHUNK_BYTES]) :]
         except OSError:
             self.lose(data)
 
 
 def _release(lock: threading.Lock) -> None:
     if lock.locked():
-        with contextlib.suppress(RuntimeError):  # another thread has just done it
+        # Another thread may just have released it.
+        with contextlib.suppress(RuntimeError):
             lock.release()
 
 
@@ -213,10 +238,14 @@ def _ends_line(data: bytes) -> bool:
 
 
 def _lines(data: bytes) -> int:
-    """A progress bar ends its lines otherwise."""
+    """Count the lines. A progress bar ends its lines with a carriage return."""
     return data.count(b"\n") or data.count(b"\r")
 
 
 def _notice(lines: int, why: str) -> bytes:
-    text = f"{report.PREFIX}{lines} lines of the log are lost here: {why}"
-    return text.encode(errors="backslashreplace")[: _NOTICE - 2] + b"\n"
+    return _line(f"{lines} lines of the log are lost here: {why}")
+
+
+def _line(text: str) -> bytes:
+    line = (report.PREFIX + text).encode(errors="backslashreplace")
+    return line[: _NOTICE_BYTES - 2] + b"\n"
