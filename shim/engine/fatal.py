@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -130,8 +131,11 @@ def _report_end(error: BaseException | None, facts: dict[str, Any] | None) -> No
     if settings.current.report_dir and facts is not None:
         _attempt("write the report", lambda: crash_report.write(_status, error, facts))
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
+        # A stream that is closed, or that no one reads, must not cost the last line, which may
+        # still wait in the log.
+        with contextlib.suppress(Exception):
+            if stream is not None:
+                stream.flush()
 
 
 def _finish_log() -> None:

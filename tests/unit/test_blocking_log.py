@@ -630,6 +630,19 @@ def test_the_verdict_finds_its_way_past_a_log_that_is_stuck():
     assert said.count("fatal: a test; 0 in flight") == 1
 
 
+def test_the_verdict_is_written_though_stdout_is_closed():
+    said = run(
+        """
+        from shim.engine import fatal
+        blocking_log.start()
+        sys.stdout.close()
+        fatal.die(70, "a test")
+        """,
+        status=70,
+    )
+    assert said.count("fatal: a test; 0 in flight") == 1
+
+
 def test_sigpipe_ends_no_server():
     """A program may have its default back."""
     run("""
