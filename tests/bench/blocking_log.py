@@ -1,6 +1,6 @@
 """Measures what blocking_log costs a request (/health with it on and off, in turn) and a line.
 
-A busy machine blurs the latency of requests, so the CPU that the server spends on each is told as well.
+A busy machine blurs the latency of requests, so it also prints the CPU that each one costs.
 
 .venvs/0.32.2/bin/python tests/bench/blocking_log.py [pairs]
 """
@@ -65,9 +65,7 @@ def lines(stream: io.TextIOWrapper) -> float:
 def show(what: str, times: list[tuple[float, float]]) -> None:
     off, on = (statistics.median(column) * 1e6 for column in zip(*times, strict=True))
     extra = statistics.median(b - a for a, b in times) * 1e6
-    print(
-        f"{what}: off {off:.1f} us, on {on:.1f} us; the guard adds {extra:.1f} us ({len(times)} pairs)"
-    )
+    print(f"{what}: off {off:.1f} us, on {on:.1f} us, {extra:.1f} us more ({len(times)} pairs)")
 
 
 def main() -> None:

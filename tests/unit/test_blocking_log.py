@@ -1,4 +1,4 @@
-"""The log's queue and its thread; the streams over it; what a hostile reader, handler or fork does to them."""
+"""The queue of the log, its thread and its streams, under hostile readers, handlers and forks."""
 
 from __future__ import annotations
 
@@ -434,9 +434,13 @@ def run(code, redirection="2>&1 | cat", status=0):
     program = textwrap.dedent(PRELUDE) + textwrap.dedent(code)
     command = f'"$0" -c "$1" {redirection}'
     child = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command, python_of(NEWEST), program], capture_output=True, text=True,
-        check=False, env=clean_environ(PYTHONPATH=str(REPO), PYTHONUNBUFFERED=None), timeout=60,
-    )  # fmt: skip
+        ["bash", "-o", "pipefail", "-c", command, python_of(NEWEST), program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=clean_environ(PYTHONPATH=str(REPO), PYTHONUNBUFFERED=None),
+        timeout=60,
+    )
     assert child.returncode == status, child.stdout + child.stderr
     return child.stdout
 
@@ -448,7 +452,8 @@ def test_the_stream_stays_the_same_object():
         blocking_log.start()
         assert sys.stderr is captured is sys.__stderr__ and type(sys.stderr) is kind
         assert repr(sys.stderr) == shown and isinstance(captured.buffer, LogBuffer)
-        assert sys.stderr.fileno() == 2 and sys.stderr.line_buffering and not sys.stderr.write_through
+        assert sys.stderr.fileno() == 2
+        assert sys.stderr.line_buffering and not sys.stderr.write_through
         assert report.log is captured.buffer.writer
         assert not isinstance(sys.stdout.buffer, LogBuffer)
         print("to the old one", file=captured)
@@ -515,7 +520,8 @@ def test_an_object_of_the_program_is_left_alone_and_what_it_ends_in_is_covered()
         print("said", file=sys.stderr)
     """)
     assert said == (
-        "mlx-lm-shim: blocking_log: sys.stderr is an object of the program, which writes its lines itself\nSAID\n"
+        "mlx-lm-shim: blocking_log: sys.stderr is an object of the program, which writes its lines "
+        "itself\nSAID\n"
     )
 
 

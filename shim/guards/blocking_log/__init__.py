@@ -145,7 +145,7 @@ def _replace_missing() -> None:
 
 
 def _writer_for(fd: int | None) -> Writer:
-    """Return the writer of a file. If stdout and stderr are one file, their lines keep one order."""
+    """Return the writer of a file. If stdout and stderr are one file, it is one writer."""
     for known in _writers:
         if known.fd == fd or (None not in (known.fd, fd) and _is_same_file(known.fd, fd)):
             return known

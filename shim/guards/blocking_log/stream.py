@@ -26,7 +26,7 @@ class LogBuffer(io.BufferedIOBase):
         self._silent = False
 
     def write(self, data: Any, /) -> int:
-        """Take all of it. In a child of a fork, write it at once, and raise OSError as stock does."""
+        """Take all of it. A child of a fork writes it at once, and raises OSError as stock does."""
         data = data if type(data) is bytes else bytes(memoryview(data))
         if self._silent:
             self.writer.lose(data)
