@@ -52,6 +52,8 @@ GUARDS = (
     "crash_loop",
     "short_backlog",
     "refused_while_down",
+    # Wraps nothing: it begins when a server starts, before the first line is written.
+    "blocking_log",
 )
 # The shim promises that the server answers, says that it cannot, or exits. Without any one of
 # these guards the promise does not hold.

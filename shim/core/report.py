@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal
+from typing import Literal, Protocol
 
 PREFIX = "mlx-lm-shim: "
 # If select() says that a pipe is writable, a write of at most this many bytes does not block
@@ -31,7 +31,22 @@ class State:
         return f"{self.kind} ({self.reason})" if self.reason else self.kind
 
 
+class Log(Protocol):
+    """Writes to stderr in place of its callers: the guard blocking_log."""
+
+    def put(self, data: bytes) -> None:
+        """Have `data` written. Never waits and never raises."""
+
+    def flush(self, seconds: float) -> bool:
+        """Wait, for at most `seconds`, until all that was put is written or known to be lost.
+
+        Returns whether that is so.
+        """
+
+
 states: dict[str, State] = {}
+# Writes the lines. If it is None, the thread that calls `line` writes.
+log: Log | None = None
 _debug = False
 _said: set[str] = set()
 
@@ -102,11 +117,27 @@ def debug(text: str) -> None:
 def line_nowait(text: str) -> None:
     """Write a line if that is possible without waiting for a reader.
 
-    For a process that is about to end.
+    For a process that is about to end. Where there is a log, it takes the line, and never waits.
     """
+    if log is not None:
+        line(text)
+    else:
+        line_at_end(text)
+
+
+def flush(seconds: float) -> bool:
+    """Wait, for at most `seconds`, until each line put so far is written or known to be lost.
+
+    Returns whether that is so.
+    """
+    return log is None or log.flush(seconds)
+
+
+def line_at_end(text: str) -> None:
+    """Write a line in the calling thread, before all that waits, if stderr takes one now."""
     fd = stderr_fd()
     if fd is not None and select.select([], [fd], [], 0)[1]:
-        _write(_encode(PREFIX + one_line(text))[: _ATOMIC_BYTES - 1] + b"\n")
+        _write_here(fd, _encode(PREFIX + one_line(text))[: _ATOMIC_BYTES - 1] + b"\n")
 
 
 def _encode(text: str) -> bytes:
@@ -130,6 +161,13 @@ def _write(data: bytes) -> None:
     fd = stderr_fd()
     if fd is None:
         return
+    if log is not None:
+        log.put(data)
+    else:
+        _write_here(fd, data)
+
+
+def _write_here(fd: int, data: bytes) -> None:
     # os.write does not take the lock of sys.stderr: a thread that died with the lock must not
     # block the shim.
     try:

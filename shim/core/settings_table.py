@@ -15,6 +15,7 @@ from .values import (
     parse_deadline,
     parse_duration,
     parse_kv_size,
+    parse_log_queue,
     parse_memory,
     parse_names,
     parse_optional_size,
@@ -250,6 +251,13 @@ class Settings:
         parse_memory,
         "with this much in use the server ends the largest requests with an error, and then the "
         "process is replaced (75); a prompt that could not fit below it gets 400; 0 means off",
+    )
+    log_queue: int = _setting(
+        "4M",
+        "size",
+        parse_log_queue,
+        "how much of the log may wait to be written: lines that come while that much waits are "
+        "lost, and counted; at least 64K; 0 means off",
     )
     guards_off: frozenset[str] = frozenset()
 

@@ -14,6 +14,8 @@ OFF, ON = ("0", "off", "false", "no"), ("1", "on", "true", "yes")
 SMALLEST_KV_SIZE = 16
 # Seconds. The watchdog postpones the deadline once a second, and on a busy machine less often.
 SHORTEST_DEADLINE = 2.0
+# Bytes: room for a few hundred lines.
+SMALLEST_LOG_QUEUE = 64 << 10
 # Bytes that may be wired in addition to a model that is large for the machine.
 AUTO_MARGIN = 4 << 30
 # The largest number of deaths that MLX_SHIM_BREAKER accepts.
@@ -64,6 +66,14 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ValueError("accepted: a size such as 1048576, 512K, 64M or 12G")
     return int(float(match[1]) * 1024 ** ("", "K", "M", "G", "T").index(match[2].upper()))
+
+
+def parse_log_queue(text: str) -> int:
+    """Return the bytes in a size that is 0, or at least SMALLEST_LOG_QUEUE."""
+    size = parse_size(text)
+    if 0 < size < SMALLEST_LOG_QUEUE:
+        raise ValueError(f"accepted: 0, or a size of at least {SMALLEST_LOG_QUEUE >> 10}K")
+    return size
 
 
 def parse_memory(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -30,6 +31,8 @@ EX_CONFIG = 78
 # Seconds from a death to the exit, even if a hook hangs, or the printing of the traceback, or a
 # full pipe.
 REPORT_LIMIT = 0.8
+# Seconds more for the last line, if it could not be written within that time.
+VERDICT_LIMIT = 0.1
 # Seconds for clients whose connection was accepted when the end began: they are answered 503.
 ACCEPTED_GRACE = 0.2
 
@@ -40,9 +43,13 @@ _first = threading.Lock()
 _prepared = threading.Lock()
 _begun = threading.Event()
 _status = EX_SOFTWARE
-# The last line, and whether it was written.
+# The last line, and whether it was written, or given to the log.
 _verdict = ""
 _said = False
+# The thread that holds this lock writes the last line past a log that is stuck.
+_past_log = threading.Lock()
+# When the end began, by time.monotonic.
+_begun_at = 0.0
 
 
 def die(
@@ -57,7 +64,7 @@ def die(
     The calling thread calls os._exit. It skips the interpreter's teardown: the teardown of a thread
     that used mlx has crashed (mlx 4347, 4110), and it would wait for non-daemon threads. `show`
     prints the traceback through the hooks that the program has installed. `tell` is the error that
-    clients get, within MLX_SHIM_EXIT_GRACE. If any of this hangs, the thread that `prepare` started
+    clients get, within MLX_SHIM_EXIT_GRACE. If any of this hangs, a thread that `prepare` started
     ends the process.
     """
     _take(
@@ -75,6 +82,7 @@ def die(
             _attempt("show the traceback", show)
         _report_end(error, facts)
         engine.wait_for_handlers(deadline - time.monotonic())
+        _finish_log()
     finally:
         os._exit(status)
 
@@ -90,16 +98,17 @@ def exit_orderly(status: int, reason: str, facts: dict[str, Any] | None = None) 
     try:
         engine.wait_for_handlers(ACCEPTED_GRACE)
         _report_end(None, facts)
+        _finish_log()
     finally:
         os._exit(status)
 
 
 def _take(status: int, verdict: str) -> None:
     """Make the calling thread the one that ends the process. Any other thread waits here."""
-    global _status, _verdict
+    global _status, _verdict, _begun_at
     if not _first.acquire(blocking=False):
         threading.Event().wait()
-    _status, _verdict = status, verdict
+    _status, _verdict, _begun_at = status, verdict, time.monotonic()
 
 
 def gather_facts(reason: str, error: BaseException | None = None) -> dict[str, Any] | None:
@@ -122,8 +131,23 @@ def _report_end(error: BaseException | None, facts: dict[str, Any] | None) -> No
     if settings.current.report_dir and facts is not None:
         _attempt("write the report", lambda: crash_report.write(_status, error, facts))
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
+        # A stream that is closed, or that no one reads, must not cost the last line, which may
+        # still wait in the log.
+        with contextlib.suppress(Exception):
+            if stream is not None:
+                stream.flush()
+
+
+def _finish_log() -> None:
+    """Wait until the log is written, while there is time. Write the last line past a stuck log."""
+    if not report.flush(_begun_at + REPORT_LIMIT - time.monotonic()):
+        _write_verdict()
+
+
+def _write_verdict() -> None:
+    """Write the last line, unless another thread does. This may block."""
+    if _past_log.acquire(blocking=False):
+        report.line_at_end(_verdict)
 
 
 def call_at_end(note: Callable[[int], None]) -> None:
@@ -140,23 +164,38 @@ def begun(timeout: float = 0) -> bool:
 
 
 def prepare() -> None:
-    """Start the thread that makes an end certain.
+    """Start the thread that makes an end certain, and the one that then writes the last line.
 
-    It starts early, because a dying process may be unable to start a thread.
+    They start early, because a dying process may be unable to start a thread.
     """
     if _prepared.acquire(blocking=False):
         threading.Thread(target=_enforce, name="mlx-shim-fatal", daemon=True).start()
+        threading.Thread(target=_say_late, name="mlx-shim-verdict", daemon=True).start()
 
 
 def _enforce() -> NoReturn:
-    """Wait until the end has begun, and end the process if the other thread does not in time."""
+    """Wait until the end has begun, and end the process if the other thread does not in time.
+
+    This thread writes nothing. A write may block even if select() says that the pipe is writable:
+    another thread may fill the pipe between the two.
+    """
     _begun.wait()
-    threading.Event().wait(max(REPORT_LIMIT, settings.current.exit_grace))
     try:
-        if not _said:
-            report.line_nowait(_verdict)
+        threading.Event().wait(_limit() + VERDICT_LIMIT)
     finally:
         os._exit(_status)
+
+
+def _say_late() -> None:
+    """Write the last line if the thread that ends the process has not written it in time."""
+    _begun.wait()
+    threading.Event().wait(_limit())
+    if not _said or not report.flush(0):
+        _write_verdict()
+
+
+def _limit() -> float:
+    return max(REPORT_LIMIT, settings.current.exit_grace)
 
 
 def _attempt(what: str, step: Callable[[], None]) -> None:

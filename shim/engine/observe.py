@@ -20,6 +20,10 @@ from .state import engine
 # After this many answers of status 200, each fact that every request shows must have been seen.
 ANSWERS_BEFORE_LOSS = 3
 
+# Called when a server starts, before the shim writes a line. Called again for the next server in
+# the same process.
+before_start: list[Callable[[], None]] = []
+
 
 def install(server: Any, on_start: Callable[[], None]) -> None:
     """Keep `engine` current, and call `on_start` when a server starts.
@@ -49,7 +53,7 @@ def _watch_starts(server: Any, on_start: Callable[[], None]) -> None:
     """Watch for the start of a server: it starts with the first call of one of these functions."""
 
     def begin() -> None:
-        _attempt(fatal.prepare, on_start, watchdog.start)
+        _attempt(*before_start, fatal.prepare, on_start, watchdog.start)
 
     def make_generator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         begin()

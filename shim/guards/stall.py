@@ -10,6 +10,7 @@ minutes before the requests in decode get their next token. The rules are in `_j
 from __future__ import annotations
 
 import faulthandler
+import tempfile
 from typing import Any
 
 from ..core import errors, report, settings
@@ -41,6 +42,8 @@ STARVED_STEPS = 2
 STARVED_DELIVERIES = 20
 # A verdict must hold for so long: the watchdog may look in the middle of a step's deliveries.
 CONFIRM_SECONDS = 1.0
+# Seconds for the log to be written, before the stacks are written past it.
+LOG_LIMIT = 0.2
 
 # By the number of a request: since when it counts as stalled, by the engine's clock.
 _suspects: dict[int, float] = {}
@@ -212,5 +215,19 @@ def _stalled(who: str, why: str) -> None:
 def _dump() -> None:
     """Write the stacks of all threads to stderr."""
     fd = report.stderr_fd()
-    if fd is not None:
+    if fd is None:
+        return
+    if report.log is None:
         faulthandler.dump_traceback(fd, all_threads=True)
+        return
+    # faulthandler would wait for a reader of stderr. It writes to a file, which needs none, and the
+    # thread of the log passes that on.
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            report.log.put(file.read())
+    except OSError as error:
+        report.line(f"there is no room for a file of the stacks: {error}")
+        if report.flush(LOG_LIMIT):
+            faulthandler.dump_traceback(fd, all_threads=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import http.client
 import itertools
@@ -107,8 +108,22 @@ def free_port() -> int:
     """
     for port in _PORTS:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
+            claim = socket.socket(type=socket.SOCK_DGRAM)
+            with contextlib.suppress(OSError):
+                claim.bind(("127.0.0.1", port))
+                _claims.append(claim)
+                if len(_claims) > MOST_CLAIMS:
+                    _claims.popleft().close()
+                return port
+            claim.close()
     raise AssertionError("unreachable")
+
+
+# Each of the last ports is claimed by a UDP socket of the same number, because its server may bind
+# it seconds later. Without a claim, another run of the tests on this machine may take the same
+# port, and its server may answer the requests that are meant for this one.
+MOST_CLAIMS = 50
+_claims: collections.deque[socket.socket] = collections.deque()
 
 
 def _own_ports() -> Iterator[int]:

@@ -6,13 +6,14 @@ It cannot where the program uses it itself.
 from __future__ import annotations
 
 import contextlib
+import os
 import textwrap
 import time
 
 import pytest
 
 from conftest import FaultyModel
-from kit.harness import LINES, START, Server, expect_zombie, wait_until
+from kit.harness import LINES, NEWEST, START, Server, expect_zombie, wait_until
 
 # A busy machine may keep an interpreter waiting for a while.
 DEADLINE = {"MLX_SHIM_GIL_DEADLINE": "6s"}
@@ -92,6 +93,28 @@ def test_a_long_load_that_leaves_the_gil_alone_goes_on(tmp_path):
         for server in servers:
             server.ready()
             assert "Timeout" not in server.text()
+
+
+@pytest.mark.guard("frozen_interpreter")
+def test_it_ends_where_stderr_is_not_read(tmp_path):
+    """faulthandler itself would wait for a reader."""
+    model = FaultyModel(tmp_path / "faulty", kind="hold_gil")
+    reader, writer = os.pipe()
+    with Server(
+        NEWEST, model.path, tmp_path / "log", args=model.args, environ=DEADLINE, stderr=writer
+    ) as server:
+        server.ready()
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * 512)
+        os.set_blocking(writer, True)
+        # The watchdog arms the timer once a second.
+        time.sleep(2)
+        frozen(server, model)
+        assert server.wait_exit(60) == 1
+    os.close(reader)
+    os.close(writer)
 
 
 @pytest.mark.guard("frozen_interpreter")

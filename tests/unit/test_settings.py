@@ -154,3 +154,9 @@ def test_a_guard_names_settings_that_there_are(guard):
     names = {f.name for f in dataclasses.fields(settings.Settings)}
     assert set(settings_of(guard)) <= names
     assert not is_required(guard) or len(settings_of(guard)) == 1
+
+
+def test_a_queue_for_the_log_has_room_for_lines():
+    assert [values.parse_log_queue(text) for text in ("0", "64K", "1M")] == [0, 65536, 1 << 20]
+    with pytest.raises(ValueError, match="accepted: 0, or a size of at least 64K"):
+        values.parse_log_queue("63K")

@@ -38,6 +38,7 @@ SINKS_OF = {
     "shim/core/settings.py": {"bad.append": (0, "", "")},
     "shim/boot.py": {"_blind.append": (0, "", ""), "reasons.append": (0, "", "")},
     "shim/engine/fatal.py": {"_take": (1, "", "")},
+    "shim/guards/blocking_log/writer.py": {"_line": (0, "", "")},
 }
 # Lists of messages that are not appended to one by one.
 LISTS = {"shim/core/settings.py": ("unknown",)}
