@@ -22,8 +22,8 @@ class Entry:
     """
 
     __slots__ = (
-        "context", "handler", "id", "last", "mark", "opened", "outcome", "parts", "phase", "processed", "progressed",
-        "prompt", "queue", "step", "stopped", "tokens", "total",
+        "context", "handler", "id", "last", "mark", "opened", "outcome", "own", "parts", "phase", "processed",
+        "progressed", "prompt", "queue", "step", "stopped", "tokens", "total",
     )  # fmt: skip
 
     def __init__(self, number: int, parts: tuple[Any, ...], handler: Any, clock: float) -> None:
@@ -44,6 +44,8 @@ class Entry:
         self.context: Any = None  # the stock GenerationContext, once there is one
         self.queue: Any = None
         self.stopped = False
+        # The OwnRequest, where it is one of the shim's: no client waits for it.
+        self.own: Any = None
         self.outcome: Outcome | None = None
 
     @property

@@ -45,6 +45,8 @@ class Engine:
         )
         self.generating: threading.Thread | None = None  # the thread that took up a request last
         self.booting = False  # the default model, that of --model, is being loaded
+        # While the server proves itself: words for what went wrong, made of the error. /health says loading.
+        self.proving: Callable[[str], str] | None = None
         self.up = False  # the generation thread has begun to take requests: what was to be loaded at boot is loaded
         self.up_since = math.inf  # when, by time.monotonic
         self.listening = (
@@ -154,7 +156,17 @@ class Engine:
             return "stalled"
         if self.start_wait is not None:
             return "breaker"
-        return "loading" if self.booting or self.loading else "ok"
+        return "loading" if self.is_starting or self.loading else "ok"
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the model of --model is being loaded, or the server proves itself."""
+        return self.booting or self.proving is not None
+
+    @property
+    def own(self) -> Any:
+        """The OwnRequest that this thread answers, or None: it answers a client."""
+        return self.local.__dict__.get("own")
 
     @property
     def stopping(self) -> bool:
@@ -221,7 +233,9 @@ class Engine:
         entry = Entry(next(self._numbers), parts, handler, self.clock)
         entry.opened = self.serving.get(threading.get_ident(), entry.opened)
         entry.mark, entry.step = self.deliveries, self.steps
-        self.counters["requests"] += 1
+        entry.own = self.own
+        if entry.own is None:
+            self.counters["requests"] += 1
         self.entries[entry.id] = entry
         return entry
 
@@ -229,11 +243,13 @@ class Engine:
         """The handler is done with it: whatever is still generated for it is for nobody."""
         if self.entries.pop(entry.id, None) is None:
             return
-        self.closed_tokens += entry.processed + entry.tokens
+        if entry.own is None:
+            self.closed_tokens += entry.processed + entry.tokens
         if entry.phase != FINISHED:
             self.abandoned[entry.id] = entry
         self.stop(entry)
-        self.counters[entry.outcome or "abandoned"] += 1
+        if entry.own is None:
+            self.counters[entry.outcome or "abandoned"] += 1
 
     def let_go(self, entry: Entry) -> None:
         """The generation thread has nothing more to do with it."""

@@ -44,7 +44,9 @@ def apply(server: Any) -> None:
 
 def _check(entry: Entry) -> None:
     try:
-        gone = entry.handler is not None and _is_gone(entry.handler.connection)
+        gone = (
+            entry.handler is not None and entry.own is None and _is_gone(entry.handler.connection)
+        )
     except OSError:  # no descriptor is free for a kqueue: no reason to fail a request
         return
     if gone:

@@ -65,7 +65,7 @@ def apply(server: Any) -> None:
 
 
 def _handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    if engine.memory_error is not None:
+    if engine.memory_error is not None and engine.own is None:
         # One of its own: an error that is raised again and again holds each time's frames, and the requests in them.
         raise memory_pressure()
     return wrapped(*args, **kwargs)

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..core import answers, errors, patch, settings
 from ..core.verdicts import Refused, require
+from ..engine.state import engine
 
 UPSTREAM = "mlx-lm 1687, 1695"
 MODULE = "mlx_lm.server"
@@ -89,7 +90,7 @@ class _Door:
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if not wrapped(*args, **kwargs):
             return False  # it made no sense, and has been answered so
-        if _is_public(instance) or self._has_key(instance):
+        if engine.own is not None or _is_public(instance) or self._has_key(instance):
             return True
         answers.refuse(instance, errors.no_key(), LINGER)
         return False

@@ -1,0 +1,171 @@
+"""A request of the shim's own: through stock's handler and the whole engine, and over no network.
+
+It comes in by a pair of sockets, so that every part of the server sees a request like any other.
+It counts as none: it is not in flight, in no counter, under no limit of requests. The engine takes
+it up next, whoever waits in the queue, and does not keep its caches. `engine.own` is the one that
+the present thread answers.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..core import patch, report
+from ..core.errors import ShimError
+from . import anatomy, answering
+from .entries import FINISHED, Entry
+from .state import engine
+
+CLIENT = ("mlx-lm-shim", 0)  # what http.server logs in the place of an address
+READ_LIMIT = 5.0  # seconds for an answer that has been written
+
+_installed: list[bool] = []
+# Those whose caches the engine may still hand to the prompt cache.
+_unfiled: list[OwnRequest] = []
+
+
+class Answer(NamedTuple):
+    """What a client would have got: a status and the words of an error; 0 is no answer."""
+
+    status: int
+    code: str = ""
+    message: str = ""
+
+
+class Unmade(Exception):
+    """The request could not be made: that tells nothing of the server."""
+
+
+class OwnRequest:
+    """One short request. The generation thread calls `on_caches` with its caches, if it has any."""
+
+    def __init__(
+        self,
+        path: str,
+        body: dict[str, Any],
+        tokens: int,
+        on_caches: Callable[[Any], None] | None = None,
+    ) -> None:
+        self.entry: Entry | None = None
+        # It is in the engine's queue, or was refused before.
+        self.asked = threading.Event()
+        # The engine has handed its caches to the prompt cache.
+        self.filed = threading.Event()
+        self._path = path
+        self._body = body
+        self._tokens = tokens
+        self._on_caches = on_caches
+
+    def answer(self, server: Any) -> Answer:
+        """Ask stock's handler, in this thread. Raises Unmade."""
+        _unfiled[:] = [self]
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            raised = None
+            ours.sendall(self._raw())
+            ours.shutdown(socket.SHUT_WR)
+            engine.local.own = self
+            try:
+                getattr(server, answering.name_in(server))(engine.generator, theirs, CLIENT, None)
+            except Exception as error:
+                raised = error
+            finally:
+                engine.local.own = None
+                self.asked.set()
+            theirs.close()
+            ours.settimeout(READ_LIMIT)
+            return _told(raised) if raised is not None else _read(ours)
+
+    def _raw(self) -> bytes:
+        body = json.dumps(self._body).encode()
+        head = (
+            f"POST {self._path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
+
+    def opened(self, entry: Entry) -> None:
+        """It is about to be queued. It asks for --max-tokens tokens, as by default, and needs few."""
+        self.entry = entry
+        for part in entry.parts:
+            if isinstance(getattr(part, "max_tokens", None), int):
+                part.max_tokens = min(part.max_tokens, self._tokens)
+        self.asked.set()
+
+    def end(self, error: ShimError) -> None:
+        """Have the handler that waits for it answer with `error`, and the engine let go of it."""
+        entry = self.entry
+        if entry is not None and entry.queue is not None:
+            engine.stop(entry)
+            entry.queue.fail(error)
+
+    def is_of(self, tokens: Any) -> bool:
+        """Whether a cache for these tokens is this request's, or that of a part of its prompt."""
+        prompt = getattr(getattr(self.entry, "context", None), "prompt", None)
+        if not prompt or not tokens:
+            return False
+        if len(tokens) < len(prompt) and self.entry.phase == FINISHED:  # type: ignore[union-attr]
+            return False
+        common = min(len(prompt), len(tokens))
+        return list(prompt[:common]) == list(tokens[:common])
+
+    def file(self, tokens: Any, caches: Any) -> None:
+        """Instead of keeping its caches, try on them what there is to try."""
+        if len(tokens) >= len(self.entry.context.prompt):  # type: ignore[union-attr]
+            _unfiled[:] = []
+            if self._on_caches is not None:
+                self._on_caches(caches)
+            self.filed.set()
+
+
+def _told(raised: Exception) -> Answer:
+    """What stock raised leaves a client without an answer. What others raised tells nothing."""
+    trace = raised.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not anatomy.is_of_mlx_lm(trace.tb_frame.f_code.co_filename):
+        raise Unmade(repr(raised)) from raised
+    return Answer(0, "no_answer", report.one_line(raised))
+
+
+def _read(ours: socket.socket) -> Answer:
+    try:
+        answer = http.client.HTTPResponse(ours)
+        answer.begin()
+        text = answer.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        return Answer(0, "no_answer", f"the connection was closed without an answer ({error!r})")
+    try:
+        told = json.loads(text).get("error", "")
+    except (ValueError, AttributeError):
+        told = text
+    if isinstance(told, dict):
+        return Answer(answer.status, str(told.get("code", "")), str(told.get("message", "")))
+    return Answer(answer.status, "", report.one_line(told))
+
+
+def install(server: Any) -> bool:
+    """Have the caches of own requests not kept. Whether that can be had.
+
+    Once, whichever guards need it.
+    """
+    if not _installed:
+        _installed.append(patch.try_wrap(server, "LRUPromptCache.insert_cache", _insert))
+    return _installed[0]
+
+
+def _insert(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """In the generation thread, outside stock's try."""
+    if _unfiled:
+        with report.contained("the caches of the shim's own request cannot be told"):
+            own = _unfiled[0]
+            tokens = patch.given(wrapped, args, kwargs, "tokens", 1)
+            if own.is_of(tokens):
+                own.file(tokens, patch.given(wrapped, args, kwargs, "prompt_cache", 2))
+                return None
+    return wrapped(*args, **kwargs)
