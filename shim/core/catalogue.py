@@ -48,6 +48,7 @@ GUARDS = (
     "unaffordable_prompt",
     "unseen_by_systemd",
     "crash_loop",
+    "unproven_model",
     "refused_while_down",
 )
 # What the promise stands on: the server answers, says that it cannot, or exits. Without one of these that is not so.

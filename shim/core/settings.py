@@ -206,6 +206,11 @@ class Settings:
         "with so much in use the largest requests are ended with an error, and then the process is replaced (75); a prompt "
         "that could not fit below it is 400; 0 is off", "exhausted_memory",
     )  # fmt: skip
+    self_check: bool = _setting(
+        "1", "switch", parse_switch,
+        "before it says ready, a server with a --model answers one short chat of its own; where that fails it ends with 78 "
+        "and a line that names the option; 0: it does not", "unproven_model",
+    )  # fmt: skip
     guards_off: frozenset[str] = frozenset()
 
     def guard_is_on(self, name: str) -> bool:

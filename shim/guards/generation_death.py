@@ -150,7 +150,9 @@ def _die(error: BaseException | None, show: Any = None) -> NoReturn:
             fatal.STOPPED, f"rank {engine.rank} has nobody left to work with: {what}"
         )
     never_up = engine.booting or (not facts.has("boot") and facts.has("turns") and not engine.up)
-    if never_up:
+    if engine.proving is not None:
+        status, reason = fatal.EX_CONFIG, engine.proving(what)
+    elif never_up:
         status, reason = (
             fatal.EX_CONFIG,
             f"the model {engine.model_name} could not be loaded: {what}",

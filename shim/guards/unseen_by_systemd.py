@@ -71,8 +71,13 @@ def status() -> str:
     if condition == "loading":
         return f"loading a model (--model {engine.model_name})"
     if condition == "ok":
-        return f"{'serving' if engine.up else 'starting'} (--model {engine.model_name})"
+        return f"{'serving' if _is_up() else 'starting'} (--model {engine.model_name})"
     return condition
+
+
+def _is_up() -> bool:
+    """Whether the model is loaded, and has proved itself where it has to."""
+    return engine.up and engine.proving is None
 
 
 class _Told:
@@ -102,7 +107,7 @@ class _Told:
         if not self._asked:
             self._asked = True
             self._interval = sd_notify.watchdog_interval()
-        if not self._ready and engine.up and engine.listening and not engine.closing:
+        if not self._ready and _is_up() and engine.listening and not engine.closing:
             sd_notify.send(READY=1)
             self._ready = True
         if not self._stopping and engine.closing:
@@ -114,7 +119,7 @@ class _Told:
             self._status = said
         if not self._is_sound(now):
             return
-        if not engine.up and not self._stopping and now - self._extended >= EXTEND_EVERY:
+        if not _is_up() and not self._stopping and now - self._extended >= EXTEND_EVERY:
             sd_notify.send(EXTEND_TIMEOUT_USEC=int(EXTEND * 1e6))
             self._extended = now
         if self._interval is not None and now - self._alive >= self._interval - watchdog.POLL:
@@ -128,7 +133,7 @@ class _Told:
             or engine.stalled is not None
         ):
             return False
-        if (engine.up and not engine.loading) or engine.start_wait is not None:
+        if (_is_up() and not engine.loading) or engine.start_wait is not None:
             self._loading = None
             return True
         if self._loading is None:

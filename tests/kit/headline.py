@@ -40,7 +40,7 @@ SUPERVISORD = """
 """
 ENVIRON = {
     "MLX_SHIM_BAD_REQUEST": "0", "MLX_SHIM_KILLER_REQUEST": "0", "MLX_SHIM_DECODE_STALL": "1s",
-    "MLX_SHIM_PREFILL_STALL": "3s",
+    "MLX_SHIM_PREFILL_STALL": "3s", "MLX_SHIM_SELF_CHECK": "1",
 }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ class Supervised(Kept):
         command = [str(VENVS / NEWEST / "bin" / "supervisord"), "-c", str(config)]
         with (folder / "out").open("ab") as out:
             self.process = subprocess.Popen(
-                command, env=clean_environ(), stdin=subprocess.DEVNULL, stdout=out,
+                command, env=clean_environ(**ENVIRON), stdin=subprocess.DEVNULL, stdout=out,
                 stderr=out, start_new_session=True,
             )  # fmt: skip
         assert wait_until(self.log.exists, 30), (folder / "out").read_text()

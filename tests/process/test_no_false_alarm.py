@@ -156,7 +156,9 @@ def test_a_suspended_process(line, faulty, tmp_path):
 @pytest.mark.parametrize(("line", "seconds"), [(NEWEST, SOAK), (LINES[0], SOAK / 4)])
 def test_a_soak_leaves_nothing_behind(line, faulty, tmp_path, seconds):
     """Mixed streams, disconnects and bad requests: no alarm, and threads and ledger return to where they were."""
-    environ = {"MLX_SHIM_DECODE_STALL": "20s", "MLX_SHIM_PREFILL_STALL": "20s"}
+    environ = {
+        "MLX_SHIM_DECODE_STALL": "20s", "MLX_SHIM_PREFILL_STALL": "20s", "MLX_SHIM_SELF_CHECK": "1",
+    }  # fmt: skip
     model = faulty(kind="none", delay=0.01)  # it is not about the processor
     args = (*model.args, "--log-level", "ERROR")
     with Server(line, model.path, tmp_path / "log", environ=environ, args=args) as server:
