@@ -49,6 +49,7 @@ GUARDS = (
     "unseen_by_systemd",
     "crash_loop",
     "unproven_model",
+    "untried_engine",
     "refused_while_down",
 )
 # What the promise stands on: the server answers, says that it cannot, or exits. Without one of these that is not so.
