@@ -46,6 +46,8 @@ def url_of(server):
 def test_an_idle_engine_makes_a_token(line, tiny, tmp_path):
     with Server(line, tiny, tmp_path / "log") as server:
         server.ready()
+        # The handler closes its request a moment after the client has the answer.
+        assert wait_until(lambda: server.get("/health")[1]["counters"]["finished"] == 1, 10)
         before = server.get("/health")[1]["counters"]
         for path in (PATH, "/health_generate", f"{PATH}?timeout=5s"):
             status, body = server.get(path)
