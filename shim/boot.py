@@ -1,4 +1,4 @@
-"""Called once, just before mlx_lm runs: reads the settings and arranges for the guards. Never raises."""
+"""Reads the settings and has the guards applied. Called once, just before mlx_lm runs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from .core import catalogue, main_module, patch, report, settings
 from .core.verdicts import Incompatible, NotConfigured, Refused, Retired
 from .engine import facts, fatal, observe
 
+# Lines that wait until a server starts.
 _bad_values: list[str] = []
 _unknown_names: list[str] = []
 _blind: list[str] = []
-_at_work: dict[
-    str, report.State
-] = {}  # the guards that were applied, and their states but for what facts do to them
+# The guards that were applied, and their states before `facts.judge` changes them.
+_at_work: dict[str, report.State] = {}
+# Whether the start-up line was written.
 _announced = False
 _server = "mlx_lm.server"
 
 
 def start() -> None:
-    """Have every guard applied when its module of mlx_lm is imported. Silent: what there is to say waits for a server."""
+    """Register every guard, so that it is applied when its module of mlx_lm is imported.
+
+    This writes nothing to stderr; the lines wait until a server starts.
+    """
     settings.current, bad, unknown = settings.load()
     _bad_values.extend(bad)
     _unknown_names.extend(unknown)
@@ -49,25 +53,29 @@ def _guard(name: str) -> Any:
 
 
 def _hook(names: list[str]) -> Callable[[Any], None]:
-    """A post-import hook for these guards. An exception in it would make the import of mlx_lm's module fail."""
+    """Return a post-import hook that applies these guards.
+
+    The hook must not raise: that would make the import of mlx_lm's module fail.
+    """
 
     def hook(module: Any) -> None:
         for name in names:
             report.states[name] = _apply(name, module)
             if report.states[name].kind in ("active", "degraded"):
                 _at_work[name] = report.states[name]
-        if module.__name__ == _server:  # last, so that what observes is outermost
+        # The observers come last, so that their wrappers are the outermost.
+        if module.__name__ == _server:
             try:
-                observe.install(module, on_start=_server_starts)
-            except Exception as error:  # to be said when a server starts
+                observe.install(module, on_start=_on_server_start)
+            except Exception as error:
                 _blind.append(f"{module.__name__} cannot be watched: {error!r}")
             facts.on_loss.append(_judge)
-            _framed_judge()
+            _try_to_judge()
 
     return hook
 
 
-def _framed_judge() -> None:
+def _try_to_judge() -> None:
     try:
         _judge()
     except Exception as error:
@@ -75,7 +83,10 @@ def _framed_judge() -> None:
 
 
 def _judge() -> None:
-    """Compute the states of the guards at work from what can be seen now; say what has changed since the start."""
+    """Compute the states of the guards at work from the facts that can be seen now.
+
+    After the start-up line, a line says which states have changed.
+    """
     for name, own in _at_work.items():
         if report.states[name].kind == "failed":
             continue
@@ -105,7 +116,7 @@ def _apply(name: str, module: Any) -> report.State:
         return _off(name)
     try:
         lost = guard.probe(module)
-        with patch.undone_on_error():
+        with patch.undo_on_error():
             guard.apply(module)
     except tuple(_KINDS) as reason:
         return report.State(_KINDS[type(reason)], str(reason))
@@ -123,8 +134,11 @@ def _off(name: str) -> report.State:
     )
 
 
-def _server_starts() -> None:
-    """The start-up line, once, and MLX_SHIM_STRICT's refusal: before the model is loaded."""
+def _on_server_start() -> None:
+    """Write the start-up lines, once, and end the process if it must not start.
+
+    That happens before the model is loaded.
+    """
     global _announced
     if _announced:
         return
@@ -148,7 +162,7 @@ def _server_starts() -> None:
 
 
 def _announce() -> None:
-    """The start-up line, a line for each guard that cannot do all it is there for, and one for each setting in force."""
+    """Write the start-up line, then a line for each impaired guard and each setting in force."""
     kinds = [state.kind for state in report.states.values()]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in report.KINDS if kind in kinds)
     versions = f"mlx-lm {report.version_of('mlx-lm')}, mlx {report.version_of('mlx')}"
@@ -169,7 +183,10 @@ def _announce() -> None:
 
 
 def _unkept() -> list[str]:
-    """What a setting asks for and no guard gives: reasons not to start. That a guard's switch wants it so is said."""
+    """List what settings ask for and no guard does: the reasons not to start.
+
+    If the guard's own switch is the cause, the server starts, and a line says so.
+    """
     reasons = []
     for name in catalogue.GUARDS:
         asked_by = [setting for setting in guards.settings_of(name) if settings.is_set(setting)]
@@ -182,7 +199,6 @@ def _unkept() -> list[str]:
                 f"{settings.variable(needs)} has no effect: {settings.variable(name)} is off"
             )
         elif state is None or state.kind not in ("active", "degraded"):
-            reasons.append(
-                f"what {settings.variable(needs)} asks for cannot be given: {name} {state}"
-            )
+            asked = settings.variable(needs)
+            reasons.append(f"what {asked} asks for cannot be given: {name} {state}")
     return reasons

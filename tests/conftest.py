@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -7,30 +8,51 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from kit import harness
+from kit import harness, selection
 from kit.harness import LINES
 from shim.cli import tiny_model
+from shim.core.catalogue import GUARDS
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts what it puts into the background so, and each server of a test would inherit that.
+    # A shell starts its background jobs like this, and each server of a test would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples each time, so that a failure is one of the change; tests/bench/fuzz.py takes others.
+# The same examples each time, so that a failure comes from the change. tests/bench/fuzz.py takes
+# others.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 settings.load_profile("fixed")
 
 
-def pytest_collection_modifyitems(items):
-    """Spread those that compute all the time among those that mostly wait, so that the cores are busy throughout."""
-    busy = [item for item in items if item.path.stem == "test_hybrid_families"]
-    others = [item for item in items if item not in busy]
-    started = sum(
-        item.path.parent.name == "process" for item in others
-    )  # the tests that start servers come first
-    step = max(1, started // (len(busy) + 1))
-    for n, item in enumerate(busy):
-        others.insert(n * (step + 1), item)
-    items[:] = others
+harness.forking = not os.environ.get("MLX_LM_SHIM_TEST_FRESH")
+
+
+def pytest_sessionfinish():
+    harness.close_fork_servers()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--guard",
+        action="append",
+        choices=GUARDS,
+        metavar="NAME",
+        help="run only the tests marked with this guard, its controls included; may be given again",
+    )
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="run the unit tests, and of each guard a test and a control, on the newest line",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    kept = list(items)
+    if wanted := config.getoption("--guard"):
+        kept = selection.of_guards(kept, set(wanted))
+    if config.getoption("--quick"):
+        kept = selection.quick(kept)
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = selection.spread_the_busy(kept)
 
 
 @pytest.fixture(params=LINES)
@@ -65,11 +87,11 @@ class FaultyModel:
         self.trigger.touch()
 
     def hurry(self) -> None:
-        """Delay nothing from now on: a stream that was to outlast what a test does beside it need not be waited for."""
+        """Delay nothing from now on, so that the test need not wait for a slow stream to end."""
         self.hurried.touch()
 
     def take_its_time(self) -> None:
-        """After `hurry`."""
+        """Delay again, after `hurry`."""
         self.hurried.unlink()
 
     @property
@@ -89,6 +111,6 @@ def faulty(tmp_path):
 
 @pytest.fixture
 def killable(monkeypatch):
-    """Let a bad request reach the generation thread: a death is what the test is about."""
+    """Let a bad request reach the generation thread, for a test that needs a death."""
     for guard in ("BAD_REQUEST", "KILLER_REQUEST"):
         monkeypatch.setitem(harness.always, f"MLX_SHIM_{guard}", "0")

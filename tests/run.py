@@ -1,4 +1,6 @@
-"""Makes what the tests need, once, and runs them: python3 tests/run.py [arguments of pytest].
+"""Makes what the tests need, once, and runs them: python3 tests/run.py [--quick | arguments of pytest].
+
+--quick is for the loop of daily work: the unit tests, and of each guard a test and a control, on the newest line.
 
 One virtual environment for each release of mlx-lm, in .venvs/, remade when what goes into it changes. The newest one
 also holds the test tools and runs them. Nothing here needs more than Python 3.11 and a package index.
@@ -56,13 +58,15 @@ def main() -> int:
     environ = {
         k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("MLX_SHIM")
     }
+    given = sys.argv[1:]
+    whole = given in ([], ["--quick"])
     for check in (["ruff", "check", "."], ["ruff", "format", "--check", "-q", "."], ["mypy"]):
-        if sys.argv[1:]:
-            break  # somebody wants certain tests
+        if not whole:
+            break
         print("$", *check, flush=True)
         subprocess.run([python, "-m", *check], cwd=REPO, env=environ, check=True)
-    # Four at a time on two cores: most of a test is waiting for a server, or for a fault that must not show itself.
-    arguments = sys.argv[1:] or ["-n", "4", "--dist", "loadgroup", "--durations=15"]
+    # More at a time than there are cores: most of a test is waiting for a server, or for a fault that must not show itself.
+    arguments = ["-n", "4", "--dist", "loadgroup", "--durations=15", *given] if whole else given
     return subprocess.run(
         [python, "-m", "pytest", *arguments], cwd=REPO, env=environ, check=False
     ).returncode

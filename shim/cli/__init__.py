@@ -10,7 +10,7 @@ from .. import __version__
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run a subcommand and exit with its status; 2 for a command line that makes no sense."""
+    """Run a subcommand and exit with its status; 2 for a command line that it cannot read."""
     from . import doctor, path, probe, run, unit
 
     parser = argparse.ArgumentParser(
@@ -26,7 +26,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     for kind in unit.KINDS:
         commands.add_parser(kind, help=unit.HELP.format(kind), add_help=False)
     given = sys.argv[1:] if arguments is None else arguments
-    if given[:1] == ["run"]:  # everything after it is mlx_lm.server's own, --help included
+    # Everything after `run` belongs to mlx_lm.server, --help included.
+    if given[:1] == ["run"]:
         sys.exit(run.main(given[1:]))
     if given and given[0] in unit.KINDS:
         sys.exit(unit.main(given[0], given[1:]))

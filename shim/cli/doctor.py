@@ -1,4 +1,7 @@
-"""`python -m shim doctor`: would a server started by this interpreter be guarded, and if not, what to do about it."""
+"""`python -m shim doctor` says whether this interpreter would start a guarded server.
+
+Where it would not, the doctor says what to do.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,25 @@ from ..planning import local_model
 from . import memory_budget, path, releases
 
 HELP = (
-    "print versions, guard states and settings for this interpreter, and with --model a memory budget; status 1 if a guard"
-    " that is on is not active"
+    "print versions, guard states and settings for this interpreter, and with --model a memory"
+    " budget; status 1 if a guard that is on is not active"
 )
 
 _ABSENT = "is not installed"
-_ASK_LIMIT = 300  # seconds for the child: importing mlx_lm may take a while where a disk is slow
-# Run in a child that starts as the server would: the guards are asked there, in the place where they act. The answer
-# goes to a file, since a chained sitecustomize may print what it likes.
+# Seconds for the child: importing mlx_lm may take long on a slow disk.
+_ASK_LIMIT = 300
+# A child that starts like the server runs this program, so the guards answer where they act. The
+# answer goes to a file, because a chained sitecustomize may print anything.
 _PROBE = """\
 import json, sys
 import mlx_lm.server
-ours = {name.split(".", 1)[1]: m for name, m in sys.modules.items() if name.split(".")[0] in ("shim", "_mlx_lm_shim") and "." in name}
+split = [(name.partition("."), module) for name, module in sys.modules.items()]
+ours = {inner: m for (first, dot, inner), m in split if dot and first in ("shim", "_mlx_lm_shim")}
+states = ours["core.report"].states if "boot" in ours else None
 site = sys.modules.get("sitecustomize")
 with open(sys.argv[1], "w") as answer:
     json.dump({
-        "states": {k: [v.kind, v.reason] for k, v in ours["core.report"].states.items()} if "boot" in ours else None,
+        "states": states and {k: [v.kind, v.reason] for k, v in states.items()},
         "wrapt": ours["core.patch"].missing if "boot" in ours else "",
         "chained": site and getattr(site, "__file__", None),
     }, answer)
@@ -41,7 +47,7 @@ with open(sys.argv[1], "w") as answer:
 
 
 def main(model: str | None = None) -> int:
-    """Status 0; 1 where a server would not be guarded; 2 for a `model` that is not on this machine."""
+    """Return 0, 1 if a server would not be guarded, or 2 if `model` is not on this machine."""
     print(f"mlx-lm-shim {__version__}, in {path.folder()}")
     print(f"Python {sys.version.split()[0]}, {sys.executable}")
     for name in ("mlx-lm", "mlx", "wrapt"):
@@ -55,8 +61,9 @@ def main(model: str | None = None) -> int:
         try:
             memory_budget.show(model, total)
         except local_model.NotHere as error:
+            named = model_names.quote_name(model)
             print(
-                f"mlx-lm-shim: --model {model_names.quote_name(model)}: {error}; {local_model.ACCEPTED}",
+                f"mlx-lm-shim: --model {named}: {error}; {local_model.ACCEPTED}",
                 file=sys.stderr,
             )
             return 2
@@ -68,7 +75,8 @@ def main(model: str | None = None) -> int:
     print(f"\nsitecustomize chained: {found['chained'] or 'none'}")
     if not _is_injected():
         print(
-            f"This shell's PYTHONPATH does not name the shim. Start the server with PYTHONPATH={path.pythonpath()}"
+            "This shell's PYTHONPATH does not name the shim."
+            f" Start the server with PYTHONPATH={path.pythonpath()}"
         )
     for fault in faults:
         print(f"FIX: {fault}")
@@ -88,9 +96,9 @@ def _version(name: str) -> str:
 
 
 def _ask() -> dict[str, Any] | str:
-    """What the guards say in a child interpreter, or why that cannot be known and what to do.
+    """Ask the guards in a child interpreter. Where that fails, return why and what to do.
 
-    The child gets this shell's PYTHONPATH as it is where that names the shim, else with the shim in front.
+    The child gets this shell's PYTHONPATH, with the shim put in front if it is not there.
     """
     environ = dict(os.environ) if _is_injected() else os.environ | {"PYTHONPATH": path.pythonpath()}
     with tempfile.TemporaryDirectory() as folder:
@@ -102,25 +110,30 @@ def _ask() -> dict[str, Any] | str:
             )
         except subprocess.TimeoutExpired:
             return (
-                f"the guards cannot be asked: mlx_lm.server was not imported within {_ASK_LIMIT} s\n"
+                "the guards cannot be asked: mlx_lm.server was not imported within"
+                f" {_ASK_LIMIT} s\n"
                 f"FIX: see what {sys.executable} -X importtime -c 'import mlx_lm.server' waits for"
             )
         said = child.stderr.decode(errors="replace").strip()
         if not answer.exists() or child.returncode != 0:
             last = (said.splitlines() or [f"status {child.returncode}"])[-1]
-            return f"mlx_lm.server cannot be imported: {last}\nFIX: pip install mlx-lm (on Linux also mlx[cpu])"
+            return (
+                f"mlx_lm.server cannot be imported: {last}\n"
+                "FIX: pip install mlx-lm (on Linux also mlx[cpu])"
+            )
         found: dict[str, Any] = json.loads(answer.read_text())
     if found["states"] is not None:
         return found
     if os.environ.get(settings.KILL_SWITCH, "").strip().lower() in values.OFF:
         return f"the kill switch {settings.KILL_SWITCH} is off\nFIX: unset {settings.KILL_SWITCH}"
+    fix = f"FIX: put {path.folder()} first on PYTHONPATH"
     if found["chained"]:
-        return f"{found['chained']} comes first and ours never runs\nFIX: put {path.folder()} first on PYTHONPATH"
-    return f"the shim did not start: {said or 'no reason given'}\nFIX: put {path.folder()} first on PYTHONPATH"
+        return f"{found['chained']} comes first and ours never runs\n{fix}"
+    return f"the shim did not start: {said or 'no reason given'}\n{fix}"
 
 
 def _print_guards(found: dict[str, Any]) -> list[str]:
-    """Print the state of every guard; return what to do about those that are on and not at work."""
+    """Print the state of every guard. Return what to do about those that are on and do not work."""
     print("\nguards")
     faults = [f"pip install 'wrapt>=1.16,!=2.2.0': {found['wrapt']}"] if found["wrapt"] else []
     in_force = settings.load()[0]
@@ -129,21 +142,27 @@ def _print_guards(found: dict[str, Any]) -> list[str]:
         print(f"  {name:24}{kind}{f' ({reason})' if reason else ''}")
         if name in unkept and kind not in ("active", "degraded", "off"):
             faults.append(
-                f"{name} is {kind}: {reason}; the server does not start (78) while {unkept[name]} is set"
+                f"{name} is {kind}: {reason};"
+                f" the server does not start (78) while {unkept[name]} is set"
             )
         elif kind in ("incompatible", "failed"):
             faults.append(
-                f"{name} is {kind}: {reason}; a newer shim may know this mlx-lm; {settings.variable(name)}=0 accepts it"
+                f"{name} is {kind}: {reason}; a newer shim may know this mlx-lm;"
+                f" {settings.variable(name)}=0 accepts it"
             )
         elif kind == "degraded" and in_force.strict > 1:
             faults.append(
-                f"{name} is degraded: {reason}; with {settings.variable('strict')}=2 the server exits 78"
+                f"{name} is degraded: {reason};"
+                f" with {settings.variable('strict')}=2 the server exits 78"
             )
     return faults
 
 
 def _asked_for(in_force: settings.Settings) -> dict[str, str]:
-    """By guard: the variable without which it would be off, and with which no server starts unless it is at work."""
+    """For each required guard that is asked for: the variable that asks for it.
+
+    While that variable is set, no server starts unless the guard works.
+    """
     required = {
         name: guards.settings_of(name)[0] for name in catalogue.GUARDS if guards.is_required(name)
     }
@@ -155,15 +174,17 @@ def _asked_for(in_force: settings.Settings) -> dict[str, str]:
 
 
 def _print_settings() -> list[str]:
-    """Print every setting; return what to do where MLX_SHIM_STRICT=1 would refuse to start."""
+    """Print every setting. Return what to do where MLX_SHIM_STRICT=1 would refuse to start."""
     in_force, bad, unknown = settings.load()
     print("\nsettings in force")
     for row in settings.table():
         given = os.environ.get(row.variable, "").strip()
         if any(text.startswith(f"{row.variable}=") for text in bad):
             given = ""
-        if row.kind == "file" and given and not os.path.exists(os.path.expanduser(given)):  # noqa: PTH110, PTH111 - never raises
-            given = "(no file)"  # it may be the secret itself, in the wrong place
+        # os.path, because it never raises. The value may be the secret itself: it is not shown.
+        missing = not os.path.exists(os.path.expanduser(given))  # noqa: PTH110, PTH111
+        if row.kind == "file" and given and missing:
+            given = "(no file)"
         print(f"  {row.variable:32}{given or row.default:10}{'set' if given else 'default'}")
     for text in (*bad, *unknown):
         print(f"  {text}")

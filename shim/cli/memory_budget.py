@@ -1,4 +1,7 @@
-"""What `python -m shim doctor --model MODEL` prints: what the model takes, what is left, and the settings that follow."""
+"""What `python -m shim doctor --model MODEL` prints about memory.
+
+What the model takes, what is left, and which settings to use.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _SMALL = 1 << 20
 
 
 def show(name: str, total: int | None) -> None:
-    """Print the budget of a model on a machine of `total` bytes. Raises NotHere for a name that is no model here."""
+    """Print the budget of a model on a machine of `total` bytes. Raises NotHere."""
     folder = local_model.find(name, os.environ)
     described = local_model.config(folder)
     size = local_model.size(folder)
@@ -86,7 +89,7 @@ def _show_contexts(cost: Cost, room: int, longest: int | None) -> None:
 
 
 def _exceptions(cost: Cost) -> str:
-    """What of the caches does not grow with each token."""
+    """Say which part of the caches does not grow with each token."""
     constant = sum(layer.constant for layer in cost.layers)
     windows = sorted(
         {

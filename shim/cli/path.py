@@ -9,14 +9,17 @@ HELP = "print the folder to put on PYTHONPATH"
 
 
 def folder() -> Path:
-    """The folder that holds our sitecustomize.py: the checkout, or shim/inject where a wheel was installed."""
+    """The folder that holds the shim's sitecustomize.py.
+
+    It is the checkout, or shim/inject where a wheel was installed.
+    """
     package = Path(__file__).resolve().parents[1]
     inject = package / "inject"
     return inject if inject.is_dir() else package.parent
 
 
 def pythonpath() -> str:
-    """PYTHONPATH with our folder first and what was there behind it."""
+    """PYTHONPATH with the shim's folder first, then what was there before."""
     rest = [
         p
         for p in os.environ.get("PYTHONPATH", "").split(os.pathsep)

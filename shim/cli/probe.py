@@ -1,6 +1,6 @@
-"""`python -m shim probe URL`: whether the server at URL makes a token.
+"""`python -m shim probe URL` asks the server at URL whether it makes a token.
 
-It asks from outside: for cron, a launchd job with StartInterval, or a load balancer.
+It is for cron, a launchd job with StartInterval, or a load balancer.
 """
 
 from __future__ import annotations
@@ -17,31 +17,35 @@ from urllib.parse import urlsplit
 
 from ..core.values import parse_duration
 
-HELP = "ask a server whether it makes a token: 0 it does, 1 it does not, 2 that cannot be told"
+HELP = "ask a server whether it makes a token: status 0 yes, 1 no, 2 it cannot tell"
 OK, NO_TOKEN, UNTOLD = 0, 1, 2
 PATH = "/health/generate"
-MARGIN = 5.0  # seconds for the answer itself
-AGAIN = 0.5  # seconds after a refused connection
-# Of a 503: what a restart is for.
+# Seconds for the answer itself, after the timeout.
+MARGIN = 5.0
+# Seconds until the next try, after a refused connection.
+RETRY_PAUSE = 0.5
+# Of the status words of a 503, those that a restart can cure.
 _BAD = ("dead", "failed", "no_token", "stalled")
 _SERVICE_UNAVAILABLE = 503
 
 
 class Told(NamedTuple):
-    """A status of the process, and a line."""
+    """The exit status of the command, and the line that it prints."""
 
     status: int
     line: str
 
 
 def add_to(commands: Any) -> None:
-    """The subcommand's own arguments."""
+    """Add the subcommand and its arguments."""
     parser = commands.add_parser("probe", help=HELP, allow_abbrev=False)
     parser.add_argument("url", help="such as http://127.0.0.1:8080")
     parser.add_argument("--timeout", default="20s", help="how long a token may take (20s)")
-    parser.add_argument("--key-file", help="the file of MLX_SHIM_API_KEY_FILE, where there is one")
     parser.add_argument(
-        "--restart", metavar="COMMAND", help="a command for the shell, run where the status is 1"
+        "--key-file", help="the file of MLX_SHIM_API_KEY_FILE, if the server has one"
+    )
+    parser.add_argument(
+        "--restart", metavar="COMMAND", help="a command for the shell, run if the status is 1"
     )
 
 
@@ -68,7 +72,7 @@ def _headers(key_file: str | None) -> dict[str, str]:
 def _ask(url: str, seconds: float, headers: dict[str, str]) -> Told:
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{url} is no URL of a server; such as http://127.0.0.1:8080")
+        raise ValueError(f"{url} is not the URL of a server, such as http://127.0.0.1:8080")
     path = parts.path if parts.path.strip("/") else PATH
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     deadline = time.monotonic() + seconds
@@ -81,14 +85,14 @@ def _ask(url: str, seconds: float, headers: dict[str, str]) -> Told:
         except socket.gaierror as error:
             return Told(UNTOLD, f"{parts.hostname}: {error.strerror}")
         except ConnectionRefusedError as error:
-            # A server that was just started does not listen yet.
-            if time.monotonic() + AGAIN >= deadline:
+            # A server that has just started does not listen yet.
+            if time.monotonic() + RETRY_PAUSE >= deadline:
                 return Told(NO_TOKEN, f"nobody listens at {parts.netloc}: {error.strerror}")
         except (OSError, http.client.HTTPException) as error:
             return Told(NO_TOKEN, f"no answer from {parts.netloc}: {error!r}")
         finally:
             connection.close()
-        time.sleep(AGAIN)
+        time.sleep(RETRY_PAUSE)
 
 
 def _judged(status: int, raw: bytes) -> Told:

@@ -1,6 +1,7 @@
-"""A tiny random llama with a byte-level tokenizer, made in about a second: a server to look at, with nothing to download.
+"""A tiny random llama with a byte-level tokenizer, to try a server without a download.
 
-What it says is noise. It is a real model all the same: loaded, batched, cached and streamed as any other.
+It takes about a second to make. Its answers are noise, but it is a real model: the server loads,
+batches, caches and streams it like any other.
 """
 
 from __future__ import annotations
@@ -17,25 +18,24 @@ EOS = "<|endoftext|>"
 _TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 
 
-def cached() -> Path:
-    """The folder of the tiny model in the user's cache, made if it is not there. Raises OSError where it cannot be."""
+def find_or_make() -> Path:
+    """The folder of the tiny model in the user's cache, made if it is not there. Raises OSError."""
     folder = _cache_folder() / "tiny-llama-1"
     if not (folder / "config.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             make(Path(scratch) / "model")
             try:
-                os.rename(Path(scratch) / "model", folder)  # whole or not at all
+                # Whole or not at all. Another process may have been faster: its model will do.
+                os.rename(Path(scratch) / "model", folder)
             except OSError:
-                if not (
-                    folder / "config.json"
-                ).exists():  # else somebody else was faster, and that is as good
+                if not (folder / "config.json").exists():
                     raise
     return folder
 
 
 def make(folder: Path, **config: Any) -> Path:
-    """Write the model into `folder`; `config` adds to or replaces entries of config.json.
+    """Write the model into `folder`. `config` adds or replaces entries of config.json.
 
     A `vocab_size` above that of the tokenizer pads the vocabulary, as many models do.
     """
@@ -43,10 +43,17 @@ def make(folder: Path, **config: Any) -> Path:
     _write_weights(folder / "model.safetensors", config.get("vocab_size", VOCABULARY))
     _write_tokenizer(folder)
     shape = {
-        "model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "intermediate_size": FEED_FORWARD,
-        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "rms_norm_eps": 1e-5, "vocab_size": VOCABULARY,
-        "eos_token_id": VOCABULARY - 1, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": FEED_FORWARD,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCABULARY,
+        "eos_token_id": VOCABULARY - 1,
+        "tie_word_embeddings": True,
+    }
     (folder / "config.json").write_text(json.dumps(shape | config, indent=1))
     return folder
 
@@ -86,7 +93,7 @@ def _write_weights(path: Path, vocabulary: int) -> None:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """One token a byte, and the end of text."""
+    """Write a tokenizer with one token for each byte, and one for the end of text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {

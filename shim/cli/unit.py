@@ -1,6 +1,7 @@
-"""`python -m shim launchd | systemd | supervisord [options] -- SERVER COMMAND`: a unit for it, or --check of one.
+"""`python -m shim launchd | systemd | supervisord [options] -- SERVER COMMAND` prints a unit.
 
-The unit, or the findings, and nothing else go to stdout; what is to be known about it goes to stderr.
+With --check it reads one instead. Only the unit, or the findings, go to stdout. Advice and warnings
+go to stderr.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from ..units.plan import Made, Unit, check_path
 from . import path
 
 KINDS = {"launchd": launchd.made, "systemd": systemd.made, "supervisord": supervisord.made}
-HELP = "print a {} unit for the server command given after --, or --check FILE: what in a unit defeats the shim"
+HELP = (
+    "print a {} unit for the server command given after --, or --check FILE: what in a unit defeats"
+    " the shim"
+)
 _DEFAULT_NAMES = {"launchd": "local.mlx-lm", "systemd": "mlx-lm", "supervisord": "mlx-lm"}
-_SELDOM = 1.1  # the watchdog of the supervisor comes after the shim's own verdict
+# The supervisor's watchdog waits this many times longer than the shim, whose verdict comes first.
+_WATCHDOG_FACTOR = 1.1
 
 
 def main(kind: str, arguments: Sequence[str]) -> int:
-    """Status 0; with --check 1 where something defeats the shim; 2 for what makes no sense, which is said."""
+    """Return 0; with --check 1 where something defeats the shim; 2 after saying what was wrong."""
     given = list(arguments)
     at = given.index("--") if "--" in given else len(given)
     options = _parser(kind).parse_args(given[:at])
@@ -49,9 +54,12 @@ def main(kind: str, arguments: Sequence[str]) -> int:
 
 def _parser(kind: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m shim {kind}", usage=f"python -m shim {kind} [options] -- SERVER COMMAND\n"
-        f"       python -m shim {kind} --check FILE", description=HELP.format(kind), allow_abbrev=False,
-    )  # fmt: skip
+        prog=f"python -m shim {kind}",
+        usage=f"python -m shim {kind} [options] -- SERVER COMMAND\n"
+        f"       python -m shim {kind} --check FILE",
+        description=HELP.format(kind),
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add(
         "--check",
@@ -117,25 +125,35 @@ def _unit(kind: str, options: argparse.Namespace, command: Sequence[str]) -> tup
     workdir = environ.absolute(options.workdir)
     check_path("--workdir", workdir)
     if not Path(workdir).is_dir():
-        raise Refused(f"--workdir {options.workdir!r} is no folder that is there")
+        raise Refused(f"--workdir {options.workdir!r} is not a folder that exists")
     user = _user(kind, options)
     log = _log(kind, options, user)
-    known = server.validated(command, variables, workdir, folder)
+    known = server.validate(command, variables, workdir, folder)
     added = limits(known.argv, variables, memory.total()) if kind == "launchd" else Limits({}, "")
-    watchdog = math.ceil(environ.seconds(variables, environ.GIL_DEADLINE) * _SELDOM)
+    watchdog = math.ceil(environ.seconds(variables, environ.GIL_DEADLINE) * _WATCHDOG_FACTOR)
     unit = Unit(
-        options.name, tuple(known.argv), variables | added.environ, environ.stop_limit(variables), host=known.host, port=known.port,
-        workdir=workdir, log=log, user=user, socket=options.socket, notify=getattr(options, "notify", False),
-        watchdog=watchdog, note=added.note,
-    )  # fmt: skip
+        options.name,
+        tuple(known.argv),
+        variables | added.environ,
+        environ.stop_limit(variables),
+        host=known.host,
+        port=known.port,
+        workdir=workdir,
+        log=log,
+        user=user,
+        socket=options.socket,
+        notify=getattr(options, "notify", False),
+        watchdog=watchdog,
+        note=added.note,
+    )
     return unit, [*environ.doubts(variables, os.environ), *known.warnings]
 
 
 def _user(kind: str, options: argparse.Namespace) -> str:
-    """Whom a unit of the system runs as; empty for a unit of one's own. Raises Refused."""
+    """The user that a system unit runs as; empty for the user's own unit. Raises Refused."""
     if kind != "supervisord" and not options.daemon:
         if options.user:
-            raise Refused("--user is for a unit of the system: add --daemon")
+            raise Refused("--user is for a system unit: add --daemon")
         return ""
     if kind == "supervisord" and not options.user:
         return ""
@@ -143,7 +161,7 @@ def _user(kind: str, options: argparse.Namespace) -> str:
     try:
         pwd.getpwnam(name)
     except KeyError:
-        raise Refused(f"--user {name!r} is no user of this machine") from None
+        raise Refused(f"--user {name!r} is not a user of this machine") from None
     return name
 
 
@@ -160,7 +178,8 @@ def _write(made: Made, output: str | None) -> None:
     if output is None:
         if len(made.files) > 1:
             raise Refused(
-                f"--socket makes {' and '.join(made.files)}: name a folder for them with --output DIR"
+                f"--socket makes {' and '.join(made.files)}:"
+                " name a folder for them with --output DIR"
             )
         print(*made.files.values(), sep="", end="")
         return
@@ -168,7 +187,8 @@ def _write(made: Made, output: str | None) -> None:
         file = Path(environ.absolute(output)) / name
         try:
             file.write_text(text, encoding="utf-8")
-            file.chmod(0o644)  # launchd refuses one that others may write
+            # launchd refuses a file that others may write.
+            file.chmod(0o644)
         except OSError as error:
             raise Refused(f"{file} cannot be written: {error.strerror}") from None
         print(file)

@@ -1,1 +1,4 @@
-"""What everything else stands on: settings, the lines on stderr, wrapping, errors and answers. It imports no other room."""
+"""The base of everything else: settings, lines on stderr, wrapping, errors, answers.
+
+This package imports no other package of the shim.
+"""

@@ -1,7 +1,8 @@
-"""The guards in order, by name: each is a module of shim/guards/, or a folder there where it has helpers of its own.
+"""The names of the guards, in the order in which the shim applies them.
 
-Of two guards that wrap the same function the later one is outside, where both come in with the same module of mlx_lm.
-docs/how-it-works.md has the table of who is outside whom, and a test holds it.
+Each is a module of shim/guards/, or a folder there if it has helpers of its own. If two guards of
+the same module of mlx_lm wrap the same function, the later one is the outer one.
+docs/how-it-works.md has a table of these, and a test checks it.
 """
 
 from __future__ import annotations
@@ -50,9 +51,11 @@ GUARDS = (
     "crash_loop",
     "unproven_model",
     "untried_engine",
+    "short_backlog",
     "refused_while_down",
 )
-# What the promise stands on: the server answers, says that it cannot, or exits. Without one of these that is not so.
+# The shim promises that the server answers, says that it cannot, or exits. Without any one of
+# these guards the promise does not hold.
 HEART = (
     "generation_death",
     "stall",

@@ -1,16 +1,18 @@
-"""What clients are told, in the shape of OpenAI's API, and with which status."""
+"""The errors that clients get, in the shape of OpenAI's API, each with its HTTP status."""
 
 from __future__ import annotations
 
 from typing import Any
 
-RETRY_AFTER = 10  # seconds; about what a restart and a model of some size take
-# The same for an end. Less where the socket outlives the process: who comes back while it restarts waits in its queue.
+# Seconds; about as long as a restart and the load of a larger model take.
+RETRY_AFTER = 10
+# Seconds, for an error that says the process ends. A guard makes it shorter where the socket
+# outlives the process: a client that comes back during the restart waits in the socket's queue.
 after_end = RETRY_AFTER
 
 
 class ShimError(Exception):
-    """An answer to one client: a status, OpenAI's type, code and param, and whether waiting helps."""
+    """An answer to one client: status, OpenAI's type, code and param, and when to try again."""
 
     def __init__(
         self,
@@ -24,16 +26,18 @@ class ShimError(Exception):
         self.status = status
         self.code = code
         self.retry_after = retry_after
-        self.param = param  # the field of the request that is at fault
+        # The field of the request that is at fault.
+        self.param = param
 
     def body(self) -> dict[str, Any]:
+        """Return the JSON body of the answer."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"  # noqa: PLR2004
         told = {"message": str(self), "type": kind, "code": self.code}
         return {"error": told if self.param is None else {**told, "param": self.param}}
 
 
 class ClientGone(Exception):
-    """The client closed its connection; there is nobody to tell."""
+    """The client has closed its connection, so no answer is needed."""
 
 
 def engine_dead() -> ShimError:
@@ -60,7 +64,7 @@ def shutting_down() -> ShimError:
 
 def draining() -> ShimError:
     return ShimError(
-        503, "draining", "the server is about to stop and takes nothing new in", after_end
+        503, "draining", "the server is about to stop and takes no new requests", after_end
     )
 
 
@@ -88,10 +92,13 @@ def no_key() -> ShimError:
     return ShimError(
         401,
         "invalid_api_key",
-        "this server wants its API key, and only that, in the header Authorization: Bearer KEY",
+        "this server requires exactly its API key in the header Authorization: Bearer KEY",
     )
 
 
 def invalid(param: str, message: str, code: str = "invalid_value") -> ShimError:
-    """A 400 about one field of the request; `message` says what was given and what is accepted."""
+    """Make a 400 for one field of the request.
+
+    `message` says what the client gave and what the server accepts.
+    """
     return ShimError(400, code, message, param=param)

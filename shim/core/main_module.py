@@ -1,8 +1,9 @@
-"""Makes `python -m mlx_lm.server` take the hooked way in.
+"""Makes `python -m mlx_lm.server` run the hooked module.
 
-runpy runs a module as __main__ by asking its loader for `get_code`; nothing is imported by name, so no post-import
-hook fires (wrapt 238), and patches to an imported copy would miss the one that runs. Here `get_code` answers with the
-module's own `if __name__ == "__main__":` block over the imported, hooked module.
+runpy runs a module as __main__: it asks the module's loader for `get_code`, and imports nothing by
+name. So no post-import hook is called (wrapt 238), and patches to an imported copy would miss the
+code that runs. Here `get_code` returns code that imports the hooked module and then runs the
+module's own `if __name__ == "__main__":` block.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 
 class ServerFinder:
-    """Finds the server's module as the other finders do, and gives it a loader that runpy can ask."""
+    """Finds the server's module through the other finders, and replaces its loader."""
 
     def __init__(self, name: str, after_import: Callable[[Any], None] | None) -> None:
         self.name = name
@@ -29,13 +30,14 @@ class ServerFinder:
                 spec = finder.find_spec(name, path, target)
                 if spec is not None:
                     if spec.loader is not None:
-                        spec.loader = _Loader(spec.loader, self.after_import)  # type: ignore[assignment]
+                        loader: Any = _Loader(spec.loader, self.after_import)
+                        spec.loader = loader
                     return spec
         return None
 
 
 class _Loader:
-    """The stock loader, but for the two methods below."""
+    """The stock loader, except for `get_code` and `exec_module`."""
 
     def __init__(self, stock: Any, after_import: Callable[[Any], None] | None) -> None:
         self._stock = stock
@@ -45,10 +47,12 @@ class _Loader:
         return getattr(self._stock, name)
 
     def get_code(self, name: str) -> Any:
-        """What runpy runs as __main__ (or as __mp_main__, in a worker that multiprocessing spawned)."""
-        tree = ast.parse(
-            self._stock.get_source(name) or ""
-        )  # empty where only byte code is installed
+        """Return the code that runpy runs as __main__.
+
+        In a worker that multiprocessing has spawned it runs as __mp_main__.
+        """
+        # The source is empty where only byte code is installed.
+        tree = ast.parse(self._stock.get_source(name) or "")
         tail = [
             node
             for node in tree.body

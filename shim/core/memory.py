@@ -1,6 +1,7 @@
-"""Bytes of memory, of this process and of the machine. Nothing here starts a process: some 50 µs.
+"""Measures memory in bytes, of this process and of the machine.
 
-The macOS parts follow Apple's headers and have not been run on a Mac.
+No function here starts a process; a call takes about 50 µs. The macOS parts follow Apple's headers
+and have not been run on a Mac.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CRITICAL = 4  # of kern.memorystatus_vm_pressure_level: 1 is normal, 2 a warning
+# A level of kern.memorystatus_vm_pressure_level; 1 is normal, 2 is a warning.
+CRITICAL_PRESSURE = 4
 
 _HOST_VM_INFO64 = 4
-_STATUS = Path("/proc/self/status")
+_PROCESS_STATUS = Path("/proc/self/status")
 _RUSAGE_INFO_V0 = 0
 
 
@@ -24,15 +26,22 @@ class _Usage(ctypes.Structure):
     """rusage_info_v0 of <sys/resource.h>."""
 
     _fields_ = (
-        ("uuid", ctypes.c_uint8 * 16), ("user_time", ctypes.c_uint64), ("system_time", ctypes.c_uint64),
-        ("pkg_idle_wkups", ctypes.c_uint64), ("interrupt_wkups", ctypes.c_uint64), ("pageins", ctypes.c_uint64),
-        ("wired_size", ctypes.c_uint64), ("resident_size", ctypes.c_uint64), ("phys_footprint", ctypes.c_uint64),
-        ("proc_start_abstime", ctypes.c_uint64), ("proc_exit_abstime", ctypes.c_uint64),
-    )  # fmt: skip
+        ("uuid", ctypes.c_uint8 * 16),
+        ("user_time", ctypes.c_uint64),
+        ("system_time", ctypes.c_uint64),
+        ("pkg_idle_wkups", ctypes.c_uint64),
+        ("interrupt_wkups", ctypes.c_uint64),
+        ("pageins", ctypes.c_uint64),
+        ("wired_size", ctypes.c_uint64),
+        ("resident_size", ctypes.c_uint64),
+        ("phys_footprint", ctypes.c_uint64),
+        ("proc_start_abstime", ctypes.c_uint64),
+        ("proc_exit_abstime", ctypes.c_uint64),
+    )
 
 
 class _Statistics(ctypes.Structure):
-    """vm_statistics64 of mach/vm_statistics.h: pages, but for the uint64 counters."""
+    """vm_statistics64 of mach/vm_statistics.h. The uint32 fields count pages."""
 
     _fields_ = (
         *((name, ctypes.c_uint32) for name in ("free", "active", "inactive", "wired")),
@@ -46,18 +55,19 @@ class _Statistics(ctypes.Structure):
 
 
 def footprint() -> int:
-    """What this process holds, as its system counts it. OSError where that does not tell.
+    """Return the memory of this process, as the system counts it.
 
-    On Linux the resident set. On macOS the physical footprint, by which the system itself judges a process, and which
-    has Metal's buffers in it.
+    On Linux this is the resident set. On macOS it is the physical footprint: it includes Metal's
+    buffers, and the system itself judges processes by it. Raises OSError if the system does not
+    give the figure.
     """
     if sys.platform == "darwin":
         return _footprint_on_macos()
-    return _resident(_STATUS.read_text())
+    return _resident(_PROCESS_STATUS.read_text())
 
 
 def total() -> int | None:
-    """What the machine has."""
+    """Return the memory of the machine, or None if the system does not give it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
@@ -65,7 +75,7 @@ def total() -> int | None:
 
 
 def available() -> int | None:
-    """What could be used without swapping."""
+    """Return the memory that can be used without swapping, or None if it is not known."""
     if sys.platform == "linux":
         found = re.search(
             r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE
@@ -77,7 +87,7 @@ def available() -> int | None:
 
 
 def _available_on_macos() -> int | None:
-    """Free and inactive pages, as Activity Monitor's kin count them. Written from Apple's headers, not run on a Mac."""
+    """Return the free and inactive pages, in bytes."""
     system = ctypes.CDLL(None)
     system.mach_host_self.restype = ctypes.c_uint32
     pages = _Statistics()
@@ -92,32 +102,41 @@ def _available_on_macos() -> int | None:
 
 
 class Usage(NamedTuple):
-    """What a process of MLX holds, in bytes."""
+    """The memory of a process that uses MLX, in bytes."""
 
-    active: int  # in arrays
-    pool: int  # freed arrays that MLX keeps for the next ones
+    # In arrays.
+    active: int
+    # In freed arrays that MLX keeps for reuse.
+    pool: int
+    # As the system counts it.
     footprint: int
 
     @property
     def counted(self) -> int:
-        """The larger of MLX's own count and the system's: neither has everything in it (mlx-lm 1807)."""
+        """The larger of MLX's count and the system's: neither is complete (mlx-lm 1807)."""
         return max(self.active + self.pool, self.footprint)
 
 
 def usage(mx: Any) -> Usage:
-    """By `mlx.core` and by the system. MLX's two figures are read without waiting for what it computes."""
+    """Read the usage from `mlx.core` (`mx`) and from the system.
+
+    Reading MLX's two figures does not wait for MLX's computations.
+    """
     return Usage(mx.get_active_memory(), mx.get_cache_memory(), footprint())
 
 
 def at_rest(mx: Any) -> Usage:
-    """What is in use once MLX's pool and what malloc keeps are given back. In the thread that generates: others would wait."""
+    """Give back MLX's pool and malloc's free memory, and return what is still in use.
+
+    Call this in the generation thread only: another thread would wait for it.
+    """
     mx.clear_cache()
     give_back()
     return usage(mx)
 
 
 def is_critical() -> bool:
-    """Whether macOS says that memory is all but gone. Linux has nothing of the kind: there it is never so."""
+    """Whether macOS reports critical memory pressure. Always False on Linux."""
     if sys.platform != "darwin":
         return False
     level, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
@@ -125,15 +144,16 @@ def is_critical() -> bool:
     failed = ctypes.CDLL(None).sysctlbyname(
         name, ctypes.byref(level), ctypes.byref(size), None, ctypes.c_size_t(0)
     )
-    return not failed and level.value >= CRITICAL
+    return not failed and level.value >= CRITICAL_PRESSURE
 
 
 def give_back() -> None:
-    """Have malloc return to the system what is free within it; as long as nobody asks it keeps that for itself."""
+    """Make malloc return its free memory to the system. Without this call malloc may keep it."""
     libc = ctypes.CDLL(None)
     if sys.platform == "darwin":
         libc.malloc_zone_pressure_relief(ctypes.c_void_p(), ctypes.c_size_t(0))
-    elif hasattr(libc, "malloc_trim"):  # of glibc
+    elif hasattr(libc, "malloc_trim"):
+        # This libc is glibc.
         libc.malloc_trim(ctypes.c_size_t(0))
 
 
@@ -154,5 +174,5 @@ def _footprint_on_macos() -> int:
 
 
 def format_bytes(size: float) -> str:
-    """Bytes as people say them."""
+    """Return a number of bytes as text for people."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

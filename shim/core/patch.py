@@ -1,4 +1,4 @@
-"""How the shim wraps what belongs to mlx_lm: through wrapt, or without it where wrapt cannot be used."""
+"""Wraps functions of mlx_lm: with wrapt, or without it where wrapt cannot be used."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from typing import Any
 
 from . import report, verdicts
 
-# (wrapped, instance, args, kwargs) -> result, as wrapt has it.
+# (wrapped, instance, args, kwargs) -> result, as in wrapt.
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
 OLDEST_WRAPT = (1, 16)
-BROKEN_WRAPT = (2, 2, 0)  # ddtrace excludes it as well
+# ddtrace excludes this version too.
+BROKEN_WRAPT = (2, 2, 0)
 
 
 def _import_wrapt() -> tuple[Any, str]:
-    """(wrapt, "") or (None, why it cannot be used)."""
+    """Return (wrapt, ""), or (None, the reason why it cannot be used)."""
     try:
-        import wrapt  # costs about 65 ms; mlx_lm is about to take a second
+        # This takes about 65 ms; the import of mlx_lm, which follows, takes a second.
+        import wrapt
     except ImportError as error:
         return None, f"wrapt cannot be imported ({error})"
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a stub may do anything, sys.exit included
+    except BaseException as error:
+        # A stub may do anything, even call sys.exit.
         return None, f"wrapt cannot be imported ({error!r})"
     version = str(getattr(wrapt, "__version__", ""))
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:3])
@@ -47,17 +50,20 @@ def _import_wrapt() -> tuple[Any, str]:
 wrapt, missing = _import_wrapt()
 
 
-# What `undone_on_error` would have to restore: owner, name, what was there (None: nothing of its own), its layers.
+# What `undo_on_error` may have to restore: the owner, the name, the former value (None if the owner
+# had none of its own), and the list in `layers`.
 _journal: list[tuple[Any, str, Any, list[str]]] = []
-# For each function of stock, who has wrapped it: innermost first. A guard by its name, the rest of the shim by its module.
+# Which guards, and which other modules of the shim, have wrapped each function of stock: the
+# innermost first.
 layers: dict[str, list[str]] = {}
 
 
 def wrap(module: Any, path: str, wrapper: Wrapper) -> None:
     """Wrap the function at `path` in `module`, such as "ResponseGenerator._generate".
 
-    Raises verdicts.Incompatible if it is not there, or is a generator function: that returns before it has done
-    anything, and a wrapper around it would see nothing.
+    Raises verdicts.Incompatible if there is no such function, or if it is a generator or a
+    coroutine function: the call of one returns before it has done anything, so a wrapper would see
+    nothing.
     """
     stock = verdicts.find(module, path)
     plain = inspect.unwrap(stock)
@@ -65,9 +71,10 @@ def wrap(module: Any, path: str, wrapper: Wrapper) -> None:
         raise verdicts.Incompatible(f"{path} of {module.__name__} is a generator or coroutine")
     *parents, name = path.split(".")
     owner = functools.reduce(getattr, parents, module)
-    known = isinstance(module, types.ModuleType)  # and no copy, on which something is tried
+    # A trial wraps functions of a copy, which is not a module; those are not listed.
+    known = isinstance(module, types.ModuleType)
     wrappers = layers.setdefault(_full_name(owner, name), []) if known else []
-    wrappers.append(_whose(wrapper))
+    wrappers.append(_name_of(wrapper))
     _journal.append((owner, name, vars(owner).get(name), wrappers))
     if wrapt is not None:
         wrapt.wrap_function_wrapper(module, path, wrapper)
@@ -89,19 +96,19 @@ def wrap(module: Any, path: str, wrapper: Wrapper) -> None:
 
 
 def _full_name(owner: Any, name: str) -> str:
-    """A function by where it is defined: what a module imports from another is the same function."""
+    """Name a function by its owner, so that it has one name in every module that imports it."""
     return f"{owner.__qualname__ if isinstance(owner, type) else owner.__name__}.{name}"
 
 
-def _whose(wrapper: Any) -> str:
-    """The last part of the module that a wrapper, or the object whose method it is, was defined in."""
+def _name_of(wrapper: Any) -> str:
+    """Return the last part of the name of the module that defines the wrapper."""
     note = getattr(wrapper, "note", wrapper)
     module = getattr(getattr(note, "__self__", note), "__module__", "") or type(note).__module__
     return str(module).rpartition(".")[2]
 
 
 def try_wrap(module: Any, path: str, wrapper: Wrapper) -> bool:
-    """As `wrap`, for what a guard can do without: whether it was wrapped."""
+    """Wrap a function that a guard can do without. Return whether it was wrapped."""
     try:
         wrap(module, path, wrapper)
     except verdicts.Incompatible:
@@ -110,10 +117,11 @@ def try_wrap(module: Any, path: str, wrapper: Wrapper) -> bool:
 
 
 @contextlib.contextmanager
-def undone_on_error() -> Iterator[None]:
-    """Where the body raises, what it had wrapped until then is unwrapped: stock is then as it was.
+def undo_on_error() -> Iterator[None]:
+    """If the body raises, unwrap what the body has wrapped, so that stock is as before.
 
-    Not so at a refusal: a guard that cannot do what was asked for has closed what it could.
+    After verdicts.Refused the wrappers stay: a guard that cannot do what its setting asks for has
+    closed what it could.
     """
     begin = len(_journal)
     try:
@@ -134,9 +142,10 @@ def undone_on_error() -> Iterator[None]:
 def given(
     wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, position: int
 ) -> Any:
-    """One argument of a call that a wrapper got: by its name, else where the signature of stock's function has it.
+    """Return one argument of a call that a wrapper has received, or None if it was not given.
 
-    `position` counts without self; it holds where the signature does not tell. None where the call does not have it.
+    The argument is looked up by its name, else by its position in the signature of stock's
+    function. `position`, which does not count self, is used where the signature does not tell.
     """
     if name in kwargs:
         return kwargs[name]
@@ -157,10 +166,11 @@ def after(
     note: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None],
     lost: Callable[[str], None] | None = None,
 ) -> Wrapper:
-    """A wrapper that calls stock and then `note(instance, args, kwargs, result)`.
+    """Return a wrapper that calls stock and then `note(instance, args, kwargs, result)`.
 
-    It runs where an exception would kill the server: what `note` raises is said once, to `lost` as well where it is
-    given, and from then on it is left out.
+    The wrapper runs where an exception would kill the server. So if `note` raises, the wrapper
+    reports that once, calls `lost` with the reason if `lost` is given, and from then on no longer
+    calls `note`.
     """
     working = True
 
@@ -178,12 +188,12 @@ def after(
                     lost(f"{type(error).__name__}: {error}")
                 package, _, module = note.__module__.rpartition(".")
                 if package.endswith(".guards"):
-                    report.failed(module, f"{note.__name__} is off from now on: {error!r}")
+                    report.mark_failed(module, f"{note.__name__} is off from now on: {error!r}")
                 else:
-                    report.line(
-                        f"{note.__module__}.{note.__name__} failed and is off from now on: {error!r}"
-                    )
+                    function = f"{note.__module__}.{note.__name__}"
+                    report.line(f"{function} failed and is off from now on: {error!r}")
         return result
 
-    wrapper.note = note  # type: ignore[attr-defined]  # whose it is
+    # `_name_of` reads this.
+    wrapper.note = note  # type: ignore[attr-defined]
     return wrapper

@@ -1,4 +1,4 @@
-"""What the shim says: single lines on stderr, and the state of each guard. Nothing ever goes to stdout."""
+"""Writes the shim's lines to stderr, and keeps the state of each guard. Never uses stdout."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 PREFIX = "mlx-lm-shim: "
-# A write of at most this many bytes to a pipe that select() calls writable does not block (POSIX: PIPE_BUF is >= 512).
-_ATOMIC = 512
+# If select() says that a pipe is writable, a write of at most this many bytes does not block
+# (POSIX: PIPE_BUF is >= 512).
+_ATOMIC_BYTES = 512
 
 Kind = Literal["active", "degraded", "retired", "off", "incompatible", "failed"]
 KINDS: tuple[Kind, ...] = ("active", "degraded", "off", "retired", "incompatible", "failed")
@@ -21,7 +22,7 @@ KINDS: tuple[Kind, ...] = ("active", "degraded", "off", "retired", "incompatible
 
 @dataclass(frozen=True)
 class State:
-    """What became of a guard: the kind, and the reason in words where there is one."""
+    """The state of a guard: its kind, and the reason in words where there is one."""
 
     kind: Kind
     reason: str = ""
@@ -36,27 +37,31 @@ _said: set[str] = set()
 
 
 def version_of(package: str) -> str:
-    """The installed version, or "unknown": a source checkout has no metadata."""
+    """Return the installed version, or "unknown": a source checkout has no metadata."""
     try:
         return version(package)
     except PackageNotFoundError:
         return "unknown"
 
 
-def failed(guard: str, why: str) -> None:
-    """A guard that is at work turns out not to be able to: its state, and a line, once."""
+def mark_failed(guard: str, why: str) -> None:
+    """Set the state of a guard to failed, and say so in one line, once."""
     if states.get(guard, State("active")).kind != "failed":
         states[guard] = State("failed", why)
         line(f"{guard} failed: {why}")
 
 
 def enable_debug() -> None:
+    """Make `debug` write its lines."""
     global _debug
     _debug = True
 
 
 def one_line(text: object, limit: int = 300) -> str:
-    """`text` on one line of at most `limit` characters. An exception whose own __str__ fails gives its type."""
+    """Return `text` on one line of at most `limit` characters.
+
+    For an exception whose own __str__ fails it returns the type.
+    """
     try:
         flat = " ".join(str(text).split())
     except Exception:
@@ -65,12 +70,12 @@ def one_line(text: object, limit: int = 300) -> str:
 
 
 def line(text: str) -> None:
-    """Write one line to stderr. A stderr that is closed or broken is no reason to fail."""
+    """Write one line to stderr. Never raises, even if stderr is closed or broken."""
     _write(_encode(f"{PREFIX}{one_line(text, 2000)}\n"))
 
 
 def once(text: str) -> None:
-    """As `line`, the first time that it is said."""
+    """Write a line, unless the same line was written before by this function."""
     if text not in _said:
         _said.add(text)
         line(text)
@@ -89,28 +94,35 @@ def contained(what: str, tell: Callable[[str], None] = once) -> Iterator[None]:
 
 
 def debug(text: str) -> None:
-    """As `line`, with MLX_SHIM_DEBUG=1 only."""
+    """Write a line, with MLX_SHIM_DEBUG=1 only."""
     if _debug:
         line(text)
 
 
 def line_nowait(text: str) -> None:
-    """As `line`, but give up rather than wait for a reader: for a process that is about to end."""
+    """Write a line if that is possible without waiting for a reader.
+
+    For a process that is about to end.
+    """
     fd = stderr_fd()
     if fd is not None and select.select([], [fd], [], 0)[1]:
-        _write(_encode(PREFIX + one_line(text))[: _ATOMIC - 1] + b"\n")
+        _write(_encode(PREFIX + one_line(text))[: _ATOMIC_BYTES - 1] + b"\n")
 
 
 def _encode(text: str) -> bytes:
-    """A name or a message may hold what is no UTF-8."""
+    """Encode a line. A name or a message in it may hold characters that UTF-8 cannot encode."""
     return text.encode(errors="backslashreplace")
 
 
 def stderr_fd() -> int | None:
-    """The descriptor of the real stderr, or None: with stderr closed, number 2 may by now be a model file or a socket."""
+    """Return the descriptor of the real stderr, or None if stderr is closed.
+
+    With stderr closed, descriptor 2 may by now be a model file or a socket.
+    """
     try:
         return None if sys.__stderr__ is None else sys.__stderr__.fileno()
-    except (OSError, ValueError):  # closed, or replaced by something without a descriptor
+    except (OSError, ValueError):
+        # It is closed, or an object without a descriptor has replaced it.
         return None
 
 
@@ -118,9 +130,10 @@ def _write(data: bytes) -> None:
     fd = stderr_fd()
     if fd is None:
         return
+    # os.write does not take the lock of sys.stderr: a thread that died with the lock must not
+    # block the shim.
     try:
-        os.write(
-            fd, data
-        )  # past sys.stderr's buffer and lock: a thread that died holding it must not stop us
+        os.write(fd, data)
     except OSError:
-        return  # nobody reads it any more, and there is nowhere else to say so
+        # No one reads stderr any more, and there is no other place to say so.
+        return

@@ -1,21 +1,31 @@
-"""Tells systemd, or whoever else listens on NOTIFY_SOCKET, how the service is: the protocol of sd_notify(3)."""
+"""Sends the state of the service to NOTIFY_SOCKET, by the protocol of sd_notify(3).
+
+systemd listens there, or another supervisor.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 
-LOADING = 1800.0  # seconds for which a model that loads counts as sound: nothing tells a slow load from one that hangs
+# Seconds for which a load counts as healthy: the shim cannot tell a slow load from one that hangs.
+LOADING_LIMIT = 1800.0
 
 
 def address() -> str | None:
-    """Where to send, or None: nobody asks. An abstract name is written with an @ in front."""
+    """Return the address to send to, or None if no one listens.
+
+    NOTIFY_SOCKET gives an abstract name with an @ in front.
+    """
     name = os.environ.get("NOTIFY_SOCKET", "")
     return ("\0" + name[1:] if name[0] == "@" else name) if name[:1] in ("/", "@") else None
 
 
 def send(**assignments: str | int) -> None:
-    """Send these in one datagram. OSError where it cannot be delivered now: a listener that does not read is not waited for."""
+    """Send the assignments in one datagram.
+
+    Raises OSError if it cannot be delivered now: this function does not wait for the listener.
+    """
     to = address()
     if to is None:
         raise OSError("NOTIFY_SOCKET names no UNIX socket")
@@ -28,15 +38,17 @@ def send(**assignments: str | int) -> None:
 
 
 def watchdog_interval() -> float | None:
-    """Seconds between two signs of life: half of what WATCHDOG_USEC allows. None where none are wanted of this process.
+    """Return the seconds between two signs of life: half of what WATCHDOG_USEC allows.
 
-    ValueError where WATCHDOG_USEC is no number above zero.
+    None if the supervisor expects none from this process. Raises ValueError if WATCHDOG_USEC is not
+    a number above zero.
     """
     given = os.environ.get("WATCHDOG_USEC")
     if not given or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return None
     if not (given.isascii() and given.isdecimal() and int(given)):
         raise ValueError(
-            f"WATCHDOG_USEC={given[:40]!r} is not valid; accepted: microseconds, a whole number above 0"
+            f"WATCHDOG_USEC={given[:40]!r} is not valid; "
+            "accepted: microseconds, a whole number above 0"
         )
     return int(given) / 2e6

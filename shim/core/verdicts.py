@@ -1,36 +1,35 @@
-"""What a probe raises where its guard cannot be active, and the look at the names of stock that a guard needs."""
+"""The exceptions that give a guard's state, and the look-up of the names of stock that it needs."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
-# Every name of stock that the shim has asked for: (module, dotted path). The tests take each away.
+# Every name of stock that the shim has looked up: (module, dotted path). The tests remove each.
 touched: set[tuple[str, str]] = set()
 
 
 class NotConfigured(Exception):
-    """Raised by a probe: nothing asks for what the guard does, and what would."""
+    """Raised by a probe: no setting asks for the guard. The message names such a setting."""
 
 
 class Retired(Exception):
-    """Raised by a probe: the defect is not there (any more), and why one can tell."""
+    """Raised by a probe: this version does not have the defect. The message says how that shows."""
 
 
 class Incompatible(Exception):
-    """Raised by a probe: the names the guard needs are not as it knows them, and which."""
+    """Raised by a probe: a name that the guard needs is not as it expects. The message names it."""
 
 
 class Refused(Exception):
-    """Raised by apply: what the guard's setting asks for cannot be given, and why."""
+    """Raised by apply: the guard cannot do what its setting asks for. The message says why."""
 
 
 def require(module: Any, *paths: str) -> None:
     """Raise Incompatible unless every dotted path exists in `module`.
 
-    A path may end in the
-    parameters that a call is read by, "ResponseGenerator._tokenize(tokenizer, request)": the function's first ones,
-    without self, must be those.
+    A path may end in parameters, as "ResponseGenerator._tokenize(tokenizer, request)" does. These
+    must be the function's first parameters, self not counted.
     """
     for path in paths:
         name, _, wanted = path.rstrip(")").partition("(")
@@ -47,7 +46,7 @@ def _require_parameters(function: Any, path: str, wanted: list[str]) -> None:
 
 
 def find(module: Any, path: str) -> Any:
-    """What is at a dotted path in `module`. Raises Incompatible where there is nothing."""
+    """Return the object at a dotted path in `module`. Raises Incompatible if there is none."""
     touched.add((module.__name__, path))
     found = module
     for name in path.split("."):
@@ -58,7 +57,7 @@ def find(module: Any, path: str) -> Any:
 
 
 def has(module: Any, path: str) -> bool:
-    """Whether there is something at the path."""
+    """Whether there is an object at a dotted path in `module`."""
     try:
         find(module, path)
     except Incompatible:

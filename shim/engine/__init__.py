@@ -1,1 +1,1 @@
-"""What every guarded server runs: it watches the stock server, keeps the facts about it in one place, and ends it."""
+"""Runs in every guarded server: watches stock, keeps the facts about it, and ends the process."""

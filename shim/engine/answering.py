@@ -1,4 +1,4 @@
-"""What is seen of the HTTP threads: who answers a request, with which status, and when bytes go out."""
+"""Watches the HTTP threads: who answers a request, with which status, and when bytes go out."""
 
 from __future__ import annotations
 
@@ -42,25 +42,26 @@ def _answering(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _watch_answers(server: Any) -> None:
-    """By names that http.server dictates, on whatever class of the server's handles requests."""
+    """Wrap methods of the server's request handler whose names http.server prescribes."""
     name = name_in(server)
     patch.wrap(server, f"{name}.do_POST", _do_post)
-    patch.wrap(server, f"{name}.send_response", patch.after(_responded))
+    patch.wrap(server, f"{name}.send_response", patch.after(_note_status))
 
 
 def name_in(server: Any) -> str:
-    """The name of the server's request handler: APIHandler, else the class of that kind."""
-    own: list[str] = [name for name, value in vars(server).items() if _handles(value)]
+    """Return the name of the server's request handler: APIHandler, else another such class."""
+    own: list[str] = [name for name, value in vars(server).items() if _is_handler(value)]
     if "APIHandler" in own or not own:
         return "APIHandler"
     return own[0]
 
 
-def _handles(value: Any) -> bool:
-    is_handler = inspect.isclass(value) and issubclass(value, BaseHTTPRequestHandler)
-    return is_handler and anatomy.is_of_mlx_lm(
-        getattr(sys.modules.get(value.__module__), "__file__", None) or ""
-    )
+def _is_handler(value: Any) -> bool:
+    """Whether this is a class of mlx_lm that handles HTTP requests."""
+    if not (inspect.isclass(value) and issubclass(value, BaseHTTPRequestHandler)):
+        return False
+    file = getattr(sys.modules.get(value.__module__), "__file__", None)
+    return anatomy.is_of_mlx_lm(file or "")
 
 
 def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -75,9 +76,8 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if facts.has("handlers"):
             return wrapped(*args, **kwargs)
         return _answering(wrapped, instance, args, kwargs)
-    except (
-        ShimError
-    ) as error:  # what a waiting handler is told, where wrong_status does not answer it
+    except ShimError as error:
+        # The error that woke a waiting handler, where wrong_status is not there to answer it.
         if answer is None:
             raise
         _tell(instance, error, answer)
@@ -90,7 +90,11 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_needed() -> bool:
-    """Whether the bytes of an answer have to be looked at: the first may show that deliveries cannot be seen."""
+    """Whether the shim has to watch the bytes of an answer.
+
+    It has to while deliveries cannot be seen, or have not been seen yet, and where wrong_status is
+    not active.
+    """
     state = report.states.get("wrong_status")
     return (
         not facts.has("deliveries")
@@ -104,24 +108,27 @@ def _tell(handler: Any, error: ShimError, answer: _Answer) -> None:
     try:
         answers.answer(handler, error, answer)
     except OSError as gone:
-        report.debug(f"nobody is there to be told: {gone!r}")
+        report.debug(f"the client has gone before it was answered: {gone!r}")
 
 
-def _responded(handler: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _note_status(handler: Any, args: Any, kwargs: Any, result: Any) -> None:
     engine.local.status = args[0] if args else kwargs.get("code")
 
 
 class _Answer:
-    """A handler's `wfile`, whether bytes were written to it, and when it was last silent for the engine's sake."""
+    """A handler's `wfile` that notes whether bytes were written to it, and when."""
 
     def __init__(self, raw: Any) -> None:
         self.raw = raw
+        # Whether a byte was written.
         self.begun = False
+        # The engine's clock when the answer was begun, or the last write was over.
         self.silent_since = engine.clock
+        # Whether a write is under way: a client that does not read is not the engine's fault.
         self.writing = False
 
     def write(self, data: bytes) -> Any:
-        self.begun = self.writing = True  # a client that does not read is no fault of the engine
+        self.begun = self.writing = True
         try:
             return self.raw.write(data)
         finally:
@@ -129,7 +136,7 @@ class _Answer:
             self.silent_since = engine.clock
 
     def drop(self) -> None:
-        """Nothing is held back here."""
+        """Do nothing: this class holds nothing back."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)

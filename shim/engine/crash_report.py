@@ -1,4 +1,7 @@
-"""A crash report: one JSON file in MLX_SHIM_REPORT_DIR for each death or stall. It holds no prompt and no completion."""
+"""Writes a crash report, a JSON file in MLX_SHIM_REPORT_DIR, for each death or stall.
+
+A report holds no prompt and no completion.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,20 @@ from .. import __version__
 from ..core import report, settings
 from .state import engine
 
-KEPT = 20  # the newest so many reports stay
-_NAME = "mlx-lm-shim-"
-RUN = 10  # characters in a row that a message may not share with a request
-_LOOKED_AT = 200_000  # characters of each text of a request
+# The newest reports stay, this many; older ones are deleted.
+REPORTS_KEPT = 20
+# A message is withheld if it shares this many characters in a row with a request.
+QUOTE_LENGTH = 10
+# Characters, of each text of a request, that a message is compared with.
+_COMPARED_LENGTH = 200_000
+_FILE_PREFIX = "mlx-lm-shim-"
 
 
 def facts(reason: str, error: BaseException | None) -> dict[str, Any]:
-    """What only the living engine knows: the requests as they are now, and the reason without anything of theirs."""
+    """Return what only the running engine knows: its requests as they are now, and the reason.
+
+    The reason quotes no request.
+    """
     known = engine.known()
     theirs = [
         text
@@ -32,8 +41,10 @@ def facts(reason: str, error: BaseException | None) -> dict[str, Any]:
         for text in _texts(getattr(entry.request, "__dict__", entry.request))
     ]
     return {
-        "reason": _without(theirs, reason),
-        "exception": f"{type(error).__name__}: {_without(theirs, error)}" if error else None,
+        "reason": _withhold_quotes(theirs, reason),
+        "exception": f"{type(error).__name__}: {_withhold_quotes(theirs, error)}"
+        if error
+        else None,
         "in_flight": engine.in_flight,
         "counters": dict(engine.counters),
         "deliveries": engine.deliveries,
@@ -43,31 +54,32 @@ def facts(reason: str, error: BaseException | None) -> dict[str, Any]:
 
 
 def write(status: int, error: BaseException | None, known: dict[str, Any]) -> None:
-    """Write the report whole or not at all, readable by its owner only. Raises OSError."""
+    """Write the report, as a whole or not at all. Only its owner can read it. Raises OSError."""
     folder = Path(settings.current.report_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(known | _content(status, error), indent=1)
-    handle, scratch = tempfile.mkstemp(prefix=".", dir=folder)  # made with mode 0600
+    # mkstemp makes the file with mode 0600.
+    handle, scratch = tempfile.mkstemp(prefix=".", dir=folder)
     try:
         with os.fdopen(handle, "w") as file:
             file.write(text)
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-        os.rename(scratch, folder / f"{_NAME}{stamp}-{os.getpid()}-{time.monotonic_ns()}.json")
+        name = f"{_FILE_PREFIX}{stamp}-{os.getpid()}-{time.monotonic_ns()}.json"
+        os.rename(scratch, folder / name)
     except OSError:
         Path(scratch).unlink(missing_ok=True)
         raise
-    for old in sorted(folder.glob(f"{_NAME}*.json"), key=lambda p: p.stat().st_mtime_ns)[:-KEPT]:
+    reports = sorted(folder.glob(f"{_FILE_PREFIX}*.json"), key=lambda p: p.stat().st_mtime_ns)
+    for old in reports[:-REPORTS_KEPT]:
         old.unlink(missing_ok=True)
 
 
 def stack(thread_id: int | None) -> list[str]:
-    """A thread's frames, outermost first, as "file:line function"."""
+    """Return a thread's frames as "file:line function", the outermost first."""
     frame = sys._current_frames().get(thread_id or 0)
-    return (
-        [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack(frame)]
-        if frame
-        else []
-    )
+    if frame is None:
+        return []
+    return [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack(frame)]
 
 
 def _content(status: int, error: BaseException | None) -> dict[str, Any]:
@@ -84,44 +96,45 @@ def _content(status: int, error: BaseException | None) -> dict[str, Any]:
             "python": sys.version.split()[0],
         },
         "guards": {name: str(state) for name, state in report.states.items()},
-        "traceback": traceback.format_list(traceback.extract_tb(error.__traceback__))
-        if error
-        else [],
+        "traceback": _traceback(error),
         "memory": _memory(),
         "threads": {names.get(ident, str(ident)): stack(ident) for ident in sys._current_frames()},
     }
 
 
-def _without(theirs: list[str], message: object) -> str:
-    """`message` on one line, or that it is withheld: it shares a run of characters with what a request brought."""
+def _traceback(error: BaseException | None) -> list[str]:
+    if error is None:
+        return []
+    return traceback.format_list(traceback.extract_tb(error.__traceback__))
+
+
+def _withhold_quotes(theirs: list[str], message: object) -> str:
+    """Return `message` on one line, unless it quotes a request: then say that it is withheld."""
     flat = report.one_line(message)
-    runs = {flat[i : i + RUN] for i in range(len(flat) - RUN + 1)}
+    runs = {flat[i : i + QUOTE_LENGTH] for i in range(len(flat) - QUOTE_LENGTH + 1)}
     for text in theirs:
-        short = " ".join(text[:_LOOKED_AT].split())
-        if (len(short) < RUN and short in flat) or any(run in short for run in runs):
+        short = " ".join(text[:_COMPARED_LENGTH].split())
+        if (len(short) < QUOTE_LENGTH and short in flat) or any(run in short for run in runs):
             return "[withheld: it quotes a request; the log has it]"
     return flat
 
 
 def _texts(value: Any) -> list[str]:
-    """Every string of some length within a request."""
+    """List every string in a request that is longer than three characters."""
     if isinstance(value, str):
         return [value] if len(value) > 3 else []  # noqa: PLR2004
     if isinstance(value, dict):
         value = list(value.values())
-    return (
-        [text for item in value for text in _texts(item)]
-        if isinstance(value, (list, tuple))
-        else []
-    )
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [text for item in value for text in _texts(item)]
 
 
 def _memory() -> dict[str, int]:
-    """Bytes: the process's peak, and what MLX counts. Asking MLX takes none of its locks."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-    figures = {"peak_resident": peak}
+    """Return the peak of the process and MLX's own figures, in bytes. This takes no lock of MLX."""
+    # macOS gives bytes, Linux gives KiB.
+    unit = 1 if sys.platform == "darwin" else 1024
+    figures = {"peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     mx = sys.modules.get("mlx.core")
     if mx is not None:
         figures |= {"mlx_active": mx.get_active_memory(), "mlx_cache": mx.get_cache_memory()}

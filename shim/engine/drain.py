@@ -1,7 +1,8 @@
-"""Ends the server in order: nothing new is taken in, those in flight may finish, whoever cannot is told.
+"""Ends the server in order: it refuses new requests and lets those in flight finish.
 
-A thread that exists before it is needed waits to be asked, by a signal or by a guard that wants the process replaced.
-The server goes on accepting meanwhile, so that new requests are answered 503, and /health says `draining`.
+The clients of requests that cannot finish are told. A thread that exists from the start waits for
+an order, which comes from a signal or from a guard that wants the process replaced. Meanwhile the
+server still accepts connections: it answers new requests 503, and /health says `draining`.
 """
 
 from __future__ import annotations
@@ -17,64 +18,82 @@ from ..core import answers, errors, patch, report, settings
 from . import answering, fatal
 from .state import engine
 
-POLL = 0.05  # seconds
-QUIET = 0.2  # seconds left to a request whose body is still coming in, once nothing is in flight
-ECHO = 0.3  # seconds in which a second signal is the first again: from `timeout`, a group, a wrapper that passes it on
-AT_ONCE = 0.1  # seconds for clients to be told, after a second signal
-JOIN = 2.0  # seconds for the generation thread to leave its loop, and to let go of the model
-STOP = ("mlx-lm-shim", "stop")  # what rank 0 shares in the place of a request
-SILENCE = 10.0  # seconds without a turn or a step of a generation loop that shares a model: the others have gone
+# Seconds between two looks at the requests in flight.
+POLL = 0.05
+# Seconds for a request whose body still comes in, once nothing is in flight.
+BODY_LIMIT = 0.2
+# Seconds in which a second signal counts as the first one again: `timeout`, a process group or a
+# wrapper may deliver it twice.
+ECHO_WINDOW = 0.3
+# Seconds for telling the clients after a second signal.
+HURRIED_GRACE = 0.1
+# Seconds for the generation thread to leave its loop and to release the model.
+JOIN_LIMIT = 2.0
+# Seconds without a turn or a step of a generation loop that shares a model: then the other machines
+# have gone.
+SILENCE_LIMIT = 10.0
+# Rank 0 shares this instead of a request.
+STOP_MESSAGE = ("mlx-lm-shim", "stop")
 
 
 @dataclass(frozen=True)
 class Order:
-    """Why the process should end, with which status, and what a report says of it. A status of 0: it was asked to."""
+    """Why the process should end, with which status, and which facts a report gives.
+
+    The status 0 means that the server was asked to stop.
+    """
 
     why: str
     status: int = fatal.STOPPED
     facts: dict[str, Any] | None = None
 
 
-on_begin: list[Callable[[], None]] = []  # called when a drain begins, in its thread
-_orders: queue.SimpleQueue[Order] = (
-    queue.SimpleQueue()
-)  # its `put` may be called in a signal's handler, even in itself
-_posting: set[int] = set()  # threads in do_POST: reading a body, in flight, or refusing
-_last_turn = threading.Event()  # of the generation loops that share a model
+# Called when a drain begins, in the drain's thread.
+on_begin: list[Callable[[], None]] = []
+# A signal handler may call its `put`, even while another `put` is under way.
+_orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+# The threads in do_POST: they read a body, have a request in flight, or refuse one.
+_posting: set[int] = set()
+# Set for the last turn of the generation loops that share a model.
+_last_turn = threading.Event()
 _start_once = threading.Lock()
 _install_once = threading.Lock()
 
 
 def install(server: Any) -> None:
-    """Have new requests refused while a drain is under way; once, whichever guards need it."""
+    """Make the server refuse new requests during a drain. Only the first call has an effect."""
     if _install_once.acquire(blocking=False):
         for path, wrapper in (
             (f"{answering.name_in(server)}.do_POST", _do_post),
-            ("ResponseGenerator.__init__", _starts),
+            ("ResponseGenerator.__init__", _init),
             ("ResponseGenerator._share_request", _share_request),
         ):
             patch.try_wrap(server, path, wrapper)
 
 
 def start() -> None:
-    """Start the thread that waits to be asked, once."""
+    """Start the thread that waits for an order, once."""
     if _start_once.acquire(blocking=False):
         threading.Thread(target=_run, name="mlx-shim-drain", daemon=True).start()
 
 
 def ask(order: Order) -> None:
-    """Have the process end. Asked once more to stop, it ends at once. May be called in a signal's handler."""
+    """Make the process end. A second order to stop makes it end at once.
+
+    A signal handler may call this.
+    """
     _orders.put(order)
 
 
-def _starts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def _init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     start()
     return wrapped(*args, **kwargs)
 
 
 def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     me = threading.get_ident()
-    _posting.add(me)  # before the question: a drain that begins right after it sees us
+    # Before the look at `draining`: a drain that begins right after it then sees this thread.
+    _posting.add(me)
     try:
         if engine.draining:
             answers.refuse(instance, errors.draining())
@@ -85,13 +104,16 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _share_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """In the generation loops of several machines: rank 0 has all leave in the same turn, none in the midst of a collective."""
+    """Make the generation loops of several machines end in the same turn, when rank 0 says so.
+
+    So no machine leaves in the middle of a collective operation.
+    """
     if not engine.distributed:
         return wrapped(*args, **kwargs)
     if _last_turn.is_set() and not engine.rank:
-        args, kwargs = ((None, *STOP),), {}
+        args, kwargs = ((None, *STOP_MESSAGE),), {}
     shared = wrapped(*args, **kwargs)
-    if shared is None or shared[1:] != STOP:
+    if shared is None or shared[1:] != STOP_MESSAGE:
         return shared
     engine.ask_to_stop()
     if engine.rank:
@@ -104,7 +126,8 @@ def _run() -> NoReturn:
     order = _orders.get()
     try:
         _carry_out(order)
-    except Exception as error:  # asked to end, it ends
+    except Exception as error:
+        # The process was asked to end, so it ends.
         fatal.exit_orderly(order.status, f"{order.why}; not in order: {error!r}")
 
 
@@ -118,18 +141,19 @@ def _carry_out(order: Order) -> NoReturn:
             report.line_nowait(f"{note.__module__} failed: {error!r}")
     if engine.in_flight:
         report.line_nowait(
-            f"{order.why}: {engine.in_flight} in flight may finish within {settings.current.drain:g} s, "
-            "nothing new is taken in; a second signal ends it at once"
+            f"{order.why}: {engine.in_flight} in flight may finish within "
+            f"{settings.current.drain:g} s, new requests are refused; "
+            "a second signal ends it at once"
         )
     order, hurried = _wait(order)
     if engine.rank and not hurried and not engine.stopping:
         fatal.exit_orderly(
-            fatal.EX_SOFTWARE, f"{order.why}, and rank 0 goes on, or has gone without a word"
+            fatal.EX_SOFTWARE, f"{order.why}, and rank 0 goes on, or has ended without a message"
         )
     cut = engine.in_flight
     if cut:
         engine.fail_waiting(errors.shutting_down())
-        engine.wait_for_handlers(AT_ONCE if hurried else settings.current.exit_grace)
+        engine.wait_for_handlers(HURRIED_GRACE if hurried else settings.current.exit_grace)
     if not hurried:
         _stop_generation()
     finished = engine.counters["finished"] - finished
@@ -139,9 +163,12 @@ def _carry_out(order: Order) -> NoReturn:
 
 
 def _wait(order: Order) -> tuple[Order, bool]:
-    """Until nobody needs us. The order then in force, and whether a second signal wants it carried out at once."""
+    """Wait until no request needs the server any more.
+
+    Returns the order then in force, and whether a second signal wants it carried out at once.
+    """
     patience = _Patience()
-    echo = time.monotonic() + ECHO
+    echo = time.monotonic() + ECHO_WINDOW
     while patience.lasts():
         try:
             another = _orders.get(timeout=POLL)
@@ -152,56 +179,61 @@ def _wait(order: Order) -> tuple[Order, bool]:
                 continue
             return order, True
         if another.status == fatal.STOPPED:
-            order, echo = (
-                another,
-                time.monotonic() + ECHO,
-            )  # it was to be replaced, and now somebody wants it stopped
+            # The process was to be replaced, and now it is asked to stop.
+            order, echo = another, time.monotonic() + ECHO_WINDOW
     return order, False
 
 
 class _Patience:
-    """How long a drain waits: for MLX_SHIM_DRAIN at most, and not for what cannot come."""
+    """Decides how long a drain waits: at most MLX_SHIM_DRAIN, and only for what can finish."""
 
     def __init__(self) -> None:
         self._deadline = time.monotonic() + settings.current.drain
-        if engine.rank:  # rank 0 is given its time in full, to stop us
-            self._deadline += settings.current.exit_grace + JOIN
-        self._quiet: float | None = None
+        # Rank 0 gets all its time, because it is the one that stops this machine.
+        if engine.rank:
+            self._deadline += settings.current.exit_grace + JOIN_LIMIT
+        # Until when a drain with nothing in flight waits for bodies.
+        self._body_deadline: float | None = None
+        # The turns and steps of the engine as they last changed, and when that was.
         self._seen: tuple[int, int] | None = None
         self._moved = 0.0
 
     def lasts(self) -> bool:
+        """Whether the drain goes on."""
         now = time.monotonic()
+        # This machine's part in the work of rank 0 does not show in `in_flight`.
         if engine.rank:
-            return now < self._deadline and self._moves(
-                now
-            )  # its part in the work of rank 0 is not seen here
+            return now < self._deadline and self._moves(now)
         if engine.in_flight:
-            self._quiet = None
+            self._body_deadline = None
             return engine.up and now < self._deadline and self._moves(now)
-        if self._quiet is None:
-            self._quiet = now + QUIET
-        return bool(_posting) and now < self._quiet
+        if self._body_deadline is None:
+            self._body_deadline = now + BODY_LIMIT
+        return bool(_posting) and now < self._body_deadline
 
     def _moves(self, now: float) -> bool:
-        """Whether anything may still be delivered."""
+        """Whether the engine may still deliver something."""
         if engine.generation_is_over or engine.stalled is not None:
             return False
         seen = engine.turns, engine.steps
         if seen != self._seen or not engine.distributed:
             self._seen, self._moved = seen, now
-        return now - self._moved < SILENCE
+        return now - self._moved < SILENCE_LIMIT
 
 
 def _stop_generation() -> None:
-    """Stock's own end of the generation thread. One that is stuck, or loads a model, goes with the process."""
+    """End the generation thread as stock does.
+
+    A thread that is stuck or loads a model ends only with the process.
+    """
+    # A request that is served alone looks at nothing else.
     for entry in engine.known():
-        engine.stop(entry)  # one that is served alone looks at nothing else
+        engine.stop(entry)
     thread = engine.generation_thread
     if thread is not None and engine.up:
         if engine.distributed and not engine.rank:
             _last_turn.set()
         else:
-            thread.join(JOIN if engine.ask_to_stop() else 0)
+            thread.join(JOIN_LIMIT if engine.ask_to_stop() else 0)
             return
-        thread.join(JOIN)
+        thread.join(JOIN_LIMIT)

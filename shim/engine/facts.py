@@ -1,7 +1,7 @@
-"""What the shim can see of a server: a list of facts, each watched by itself, so that a lost one costs that fact alone.
+"""The facts that the shim can see of a server. It watches each by itself, so it can lose one alone.
 
-A guard says in LIVES_BY which facts it lives by. Its state is computed from those (`judge`), again whenever a fact is
-lost: a wrapper may fail at run time, or turn out never to be called.
+A guard's LIVES_BY names the facts that it needs. `judge` computes its state from them, and again
+whenever a fact is lost: a wrapper may fail at run time, or turn out never to be called.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 
 from ..core import report
 
-# What a guard says of a fact without which it cannot act at all.
+# The value, in LIVES_BY, of a fact without which the guard cannot act at all.
 NEEDED = ""
 
 _UNWATCHED = "it is not watched"
-# The keys are one fact, or several of which one is enough; the values say what cannot be told without it.
+# The type of LIVES_BY. A key is one fact, or several of which one is enough. The value says what
+# the guard cannot tell without it.
 LivesBy = Mapping[str | tuple[str, ...], str]
 
 
@@ -26,10 +27,13 @@ class Fact:
 
     name: str
     sees: str
-    # Each request that is served passes it: where it was not seen by then, its wrapper is in the wrong place.
+    # Whether every request that is served shows it. If one was served and the fact was not seen,
+    # its wrapper is in the wrong place.
     in_every_request: bool = False
     seen: bool = False
-    was_unseen: bool = False  # it is lost for that reason, and may be seen yet
+    # Whether it is lost for that reason. It may still be seen later.
+    was_unseen: bool = False
+    # Why it is lost; None while it is watched.
     lost: str | None = _UNWATCHED
 
 
@@ -54,11 +58,12 @@ known = _table(
     Fact("single", "that one request is served alone"),
     Fact("tokenizing", "that a text is turned into tokens, and how many", in_every_request=True),
 )
+# Called whenever a fact is lost or regained.
 on_loss: list[Callable[[], None]] = []
 
 
 def watch(name: str, begin: Callable[[], None]) -> None:
-    """Begin to watch a fact; where `begin` raises, that fact is lost, with the reason."""
+    """Begin to watch a fact. If `begin` raises, the fact is lost, with the reason."""
     fact = known[name]
     try:
         begin()
@@ -69,7 +74,7 @@ def watch(name: str, begin: Callable[[], None]) -> None:
 
 
 def saw(name: str) -> None:
-    """A fact was seen once more."""
+    """Note that a fact was seen."""
     fact = known[name]
     fact.seen = True
     if fact.was_unseen:
@@ -77,35 +82,36 @@ def saw(name: str) -> None:
 
 
 def lose(name: str, why: str) -> None:
-    """A fact that was watched cannot be seen after all; what lives by it is judged anew."""
+    """Note that a watched fact cannot be seen after all, and judge the guards again."""
     fact = known[name]
     if fact.lost is None:
         fact.lost = why
-        _judge_anew()
+        _judge_again()
 
 
 def regain(name: str) -> None:
-    """A fact that was lost because it had not been seen is seen after all."""
+    """Note that a fact which was lost because it was not seen is seen after all."""
     fact = known[name]
     if fact.was_unseen:
         fact.was_unseen, fact.lost = False, None
-        _judge_anew()
+        _judge_again()
 
 
-def _judge_anew() -> None:
-    for judge_anew in on_loss:
-        judge_anew()
+def _judge_again() -> None:
+    for judge_again in on_loss:
+        judge_again()
 
 
 def has(name: str) -> bool:
-    """Whether the fact is being watched, as far as is known."""
+    """Whether a fact is watched and not lost."""
     return known[name].lost is None
 
 
 def lose_unseen(why: str, also: Mapping[str, bool]) -> None:
-    """After some requests were served: lose each fact that every one of them passes and that was not seen.
+    """Lose each fact that every request shows and that was not seen. Regain those seen since.
 
-    `also` holds facts that are counted elsewhere, and whether they were not seen.
+    Call this after some requests were served. `also` holds facts that are counted elsewhere; its
+    values say whether they are unseen.
     """
     changed = False
     for fact in list(known.values()):
@@ -115,11 +121,15 @@ def lose_unseen(why: str, also: Mapping[str, bool]) -> None:
         elif not unseen and fact.was_unseen:
             fact.lost, fact.was_unseen, changed = None, False, True
     if changed:
-        _judge_anew()
+        _judge_again()
 
 
 def judge(lives_by: LivesBy) -> tuple[report.Kind, str]:
-    """("active", ""), ("degraded", what it cannot see and then cannot tell), or ("incompatible", why it cannot act)."""
+    """Compute a guard's state from its LIVES_BY: the kind and the reason.
+
+    It is ("active", ""), ("degraded", what the guard cannot see and so cannot tell), or
+    ("incompatible", why the guard cannot act).
+    """
     costs = []
     for key, cost in lives_by.items():
         names = (key,) if isinstance(key, str) else key
@@ -133,5 +143,5 @@ def judge(lives_by: LivesBy) -> tuple[report.Kind, str]:
 
 
 def shown() -> dict[str, Any]:
-    """Each fact that cannot be seen, and why; not those that nothing has asked for."""
+    """Return each fact that is lost, and why, without those that were never watched."""
     return {fact.name: fact.lost for fact in known.values() if fact.lost not in (None, _UNWATCHED)}

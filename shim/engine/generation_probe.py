@@ -1,8 +1,8 @@
-"""Whether the engine makes a token now, found out within a deadline.
+"""Finds out within a deadline whether the engine makes a token now.
 
-A token that is delivered to anybody after the question is an answer. The probe brings a request of
-its own only where nobody is in the engine, and only one at a time. So it waits behind no batch, and
-adds to none.
+A token that any request gets after the question is an answer. Only if no client's request is in the
+engine does the probe make a request of its own, one at a time. So it never waits behind a batch,
+and adds to none.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from .entries import DECODE, FINISHED, Entry
 from .own_request import Answer, OwnRequest
 from .state import engine
 
-POLL = 0.02  # seconds between two looks at the ledger
+# Seconds between two looks at the entries.
+POLL = 0.02
 TEXT = "Say one word. (probe of mlx-lm-shim)"
 _OK = 200
 _one_at_a_time = threading.Lock()
 
 
 class Verdict(NamedTuple):
-    """`status` is "ok", or one word for why there is no token; `by` tells whose token was seen."""
+    """`status` is "ok", or one word for why there is no token; `by` says whose token came."""
 
     status: str
     reason: str = ""
@@ -32,7 +33,7 @@ class Verdict(NamedTuple):
 
 
 def ask(server: Any, seconds: float) -> Verdict:
-    """Wait for a token for so long."""
+    """Wait for a token for at most so many seconds."""
     deadline = time.monotonic() + seconds
     seen = {entry: entry.tokens for entry in engine.known()}
     probe: _Probe | None = None
@@ -63,7 +64,7 @@ def ask(server: Any, seconds: float) -> Verdict:
 
 
 def _others() -> list[Entry]:
-    """Requests of clients in the engine, those that it computes for nobody included."""
+    """Return the requests of clients in the engine, also those whose client has left."""
     return [entry for entry in engine.known() if entry.own is None and entry.phase != FINISHED]
 
 
@@ -76,7 +77,7 @@ def _why(condition: str) -> str:
 
 
 def _late(seconds: float) -> Verdict:
-    """Nothing came. Where somebody's prompt is computed that proves nothing: it may take longer."""
+    """No token came. While a client's prompt is computed, which may take longer, it is busy."""
     others = _others()
     in_decode = sum(entry.phase == DECODE for entry in others)
     silence = engine.clock - engine.delivered
@@ -88,7 +89,7 @@ def _late(seconds: float) -> Verdict:
 
 
 def _model() -> dict[str, str] | None:
-    """What a request has to name to get the model that is loaded; None where none can be had."""
+    """Return the fields that name the loaded model in a request; None if there is no model."""
     key = getattr(engine.provider, "model_key", None)
     arguments = engine.arguments
     default = getattr(arguments, "model", None)
@@ -99,7 +100,7 @@ def _model() -> dict[str, str] | None:
 
 
 class _Probe:
-    """One request for one token, in a thread of its own."""
+    """One own request for one token, made in a thread of its own."""
 
     def __init__(self, server: Any, named: dict[str, str]) -> None:
         self.verdict: Verdict | None = None
@@ -120,7 +121,7 @@ class _Probe:
             _one_at_a_time.release()
 
     def give_up(self, seconds: float) -> None:
-        """Nobody waits any more."""
+        """End the request, if it still runs: the question is over."""
         if self.verdict is None:
             self.own.end(ShimError(504, "request_timeout", f"the probe waited for {seconds:g} s"))
 

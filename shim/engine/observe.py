@@ -1,6 +1,7 @@
-"""Where the engine's facts come from: wrappers around the stock server that watch it, each fact by itself.
+"""Watches stock by wrappers around its functions, and keeps `engine` current.
 
-A fact whose names are not there is lost, with the reason; the others are watched all the same (shim/engine/facts.py).
+Each fact is watched by itself. If a release does not have the names that a fact needs, that fact is
+lost, with the reason, and the others are still watched (shim/engine/facts.py).
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from . import anatomy, answering, facts, fatal, queues, trial, watchdog
 from .entries import Entry
 from .state import engine
 
-SERVED = (
-    3  # answers of status 200 after which each fact that belongs to every request has been seen
-)
+# After this many answers of status 200, each fact that every request shows must have been seen.
+ANSWERS_BEFORE_LOSS = 3
 
 
 def install(server: Any, on_start: Callable[[], None]) -> None:
-    """Keep `engine` current, and call `on_start` when a server starts (a mere import of mlx_lm.server is none)."""
+    """Keep `engine` current, and call `on_start` when a server starts.
+
+    The import of mlx_lm.server alone does not start one.
+    """
     _watch_starts(server, on_start)
     for name, begin in {
         "stops": _watch_stops,
@@ -33,7 +36,7 @@ def install(server: Any, on_start: Callable[[], None]) -> None:
         "single": _watch_single,
         "steps": _watch_steps,
         "batch": _watch_batch,
-        "deliveries": trial.deliveries,
+        "deliveries": trial.try_deliveries,
         "stop flag": _find_stop_flag,
         "asked to stop": _find_stop,
     }.items():
@@ -43,21 +46,22 @@ def install(server: Any, on_start: Callable[[], None]) -> None:
 
 
 def _watch_starts(server: Any, on_start: Callable[[], None]) -> None:
-    """A server starts with the first of these that is called; what begins then begins once."""
+    """Watch for the start of a server: it starts with the first call of one of these functions."""
 
     def begin() -> None:
-        _framed(fatal.prepare, on_start, watchdog.start)
+        _attempt(fatal.prepare, on_start, watchdog.start)
 
-    def starts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    def make_generator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         begin()
         before = set(threading.enumerate())
         engine.generator = instance
-        engine.final_error = None  # a program that stopped one server may start another
+        # A program that has stopped one server may start another.
+        engine.final_error = None
         result = wrapped(*args, **kwargs)
         _adopt(instance, before)
         return result
 
-    def runs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    def run(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         begin()
         engine.running += 1
         engine.runner, engine.run_error = threading.current_thread(), None
@@ -69,20 +73,19 @@ def _watch_starts(server: Any, on_start: Callable[[], None]) -> None:
         finally:
             engine.running -= 1
 
-    def serves(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        """A program may end this and go on: who called it says nothing about the process."""
+    def serve(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        """Begin, and note no runner: a program may end this call and go on."""
         begin()
         return wrapped(*args, **kwargs)
 
     patch.try_wrap(server, "ResponseGenerator.generate", _generate)
-    facts.watch("starts", lambda: patch.wrap(server, "ResponseGenerator.__init__", starts))
-    patch.try_wrap(
-        server, "_run_http_server", serves if patch.try_wrap(server, "run", runs) else runs
-    )
+    facts.watch("starts", lambda: patch.wrap(server, "ResponseGenerator.__init__", make_generator))
+    has_run = patch.try_wrap(server, "run", run)
+    patch.try_wrap(server, "_run_http_server", serve if has_run else run)
 
 
 def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """What is put on the queue of requests meanwhile is one."""
+    """Mark the call, so that an object which it puts on the queue counts as a request."""
     engine.local.asking = True
     try:
         return wrapped(*args, **kwargs)
@@ -91,7 +94,7 @@ def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _adopt(generator: Any, before: set[threading.Thread] | None) -> None:
-    """Know a generator's parts, and watch what is put on its queues."""
+    """Find a generator's parts, and watch its queues."""
     try:
         engine.attach(generator, before)
         queues.watch(generator, engine)
@@ -100,21 +103,24 @@ def _adopt(generator: Any, before: set[threading.Thread] | None) -> None:
 
 
 def _look() -> None:
-    """Called by the watchdog: find a generator that was not seen when it was made, and facts that are never seen."""
+    """Find a generator that was not seen when it was made, and lose facts that are never seen.
+
+    The watchdog calls this.
+    """
     if engine.generator is None and (engine.running or not facts.has("starts")):
         generator = anatomy.running_generator()
         if generator is not None:
             _adopt(generator, None)
-    if engine.served >= SERVED:
+    if engine.served >= ANSWERS_BEFORE_LOSS:
         _lose_unseen()
 
 
 def _lose_unseen() -> None:
-    """A wrapper that is in place, and that no request has passed, is in the wrong place."""
+    """Lose each fact whose wrapper no request has called: the wrapper is in the wrong place."""
     single = facts.known["single"].seen
     batched = facts.has("steps") and engine.steps > 0
     facts.lose_unseen(
-        f"{SERVED} requests were served and none was seen",
+        f"{ANSWERS_BEFORE_LOSS} requests were served and none was seen",
         also={
             "deliveries": engine.deliveries == 0,
             "turns": engine.turns == 0 and not engine.rank,
@@ -124,8 +130,8 @@ def _lose_unseen() -> None:
     )
 
 
-def _framed(*steps: Callable[[], None]) -> None:
-    """What goes wrong in a step of ours is said, and the server starts all the same."""
+def _attempt(*steps: Callable[[], None]) -> None:
+    """Run steps of the shim. Report an exception in one, so that the server starts in any case."""
     for step in steps:
         try:
             step()
@@ -134,7 +140,10 @@ def _framed(*steps: Callable[[], None]) -> None:
 
 
 def _find_stop_flag(server: Any) -> None:
-    """A generator's flag is looked for when it is made; that the class has one is seen in a trial."""
+    """Check on a copied generator that it has a stop flag.
+
+    The flag of the real generator is looked up when that generator is made.
+    """
     generator = trial.generator(server)
     if generator is not None and anatomy.stop_flag(generator) is None:
         raise LookupError("the generator holds no flag that says stop")
@@ -159,7 +168,8 @@ def _watch_boot(server: Any) -> None:
 
 
 def _load_default(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    engine.booting = True  # left so where it raises: death in a load at boot is told from death in service by this
+    # If stock raises, this stays True: so a death while the model loads differs from a later one.
+    engine.booting = True
     result = wrapped(*args, **kwargs)
     engine.booting = False
     if not facts.has("turns"):
@@ -168,13 +178,12 @@ def _load_default(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _watch_loads(server: Any) -> None:
-    """`_load` is called where there is something to load; releases before 0.31.3 have `load` alone."""
-    path = (
-        "ModelProvider._load"
-        if verdicts.has(server, "ModelProvider._load")
-        else "ModelProvider.load"
-    )
-    patch.wrap(server, path, _load)
+    """Watch `_load`, which stock calls only if there is something to load.
+
+    Releases before 0.31.3 have only `load`.
+    """
+    has_load = verdicts.has(server, "ModelProvider._load")
+    patch.wrap(server, "ModelProvider._load" if has_load else "ModelProvider.load", _load)
 
 
 def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -196,7 +205,8 @@ def _serve_single(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     finally:
         engine.serving_alone = False
-        engine.abandoned.clear()  # there is no batch beside it
+        # While one request is served alone there is no batch, so nothing else is computed.
+        engine.abandoned.clear()
 
 
 def _watch_turns(server: Any) -> None:
@@ -204,7 +214,7 @@ def _watch_turns(server: Any) -> None:
 
 
 def _next_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Stock waits for a request, rather than glance at the queue, where it has nothing else to do."""
+    """Note a turn. Stock waits for a request, with a timeout, only if it has nothing else to do."""
     engine.turn(idle=patch.given(wrapped, args, kwargs, "timeout", 0) is not None)
     return wrapped(*args, **kwargs)
 
@@ -214,7 +224,10 @@ def _watch_tokenizing(server: Any) -> None:
 
 
 def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """The tokens are the first of several results, or (0.30.7) all there is."""
+    """Note the length of the prompt. Its tokens are the first of several results.
+
+    In 0.30.7 they are the only result.
+    """
     facts.saw("tokenizing")
     engine.tokenizing = True
     try:
@@ -229,59 +242,67 @@ def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def entries_of(batch: Any) -> dict[int, Entry]:
-    """The requests in a BatchGenerator, by their uid there."""
+    """Return the requests in a BatchGenerator, by their uid there."""
     entries: dict[int, Entry] = batch.__dict__.setdefault("_shim_entries", {})
     return entries
 
 
 def _watch_steps(server: Any) -> None:
-    patch.wrap(server, "BatchGenerator.next", patch.after(_stepped))
+    patch.wrap(server, "BatchGenerator.next", patch.after(_count_step))
 
 
-def _stepped(batch: Any, args: Any, kwargs: Any, responses: Any) -> None:
+def _count_step(batch: Any, args: Any, kwargs: Any, responses: Any) -> None:
     engine.steps += 1
 
 
 def _watch_batch(server: Any) -> None:
-    """Whose sequence a uid is. Releases before 0.31.2 have none of these names, and neither does their batch need it."""
+    """Watch which request each uid of the batch belongs to.
+
+    Releases before 0.31.2 have none of these names, and their batch does not need this.
+    """
     lost = functools.partial(facts.lose, "batch")
     verdicts.require(
-        server, "BatchGenerator.insert_segments", "BatchGenerator.remove(uids)", "BatchGenerator.close",
+        server,
+        "BatchGenerator.insert_segments",
+        "BatchGenerator.remove(uids)",
+        "BatchGenerator.close",
         "BatchGenerator.next",
-    )  # fmt: skip
-    patch.wrap(server, "BatchGenerator.insert_segments", patch.after(_inserted, lost))
-    patch.wrap(server, "BatchGenerator.next", patch.after(_finished, lost))
-    patch.wrap(server, "BatchGenerator.remove", patch.after(_removed, lost))
-    patch.wrap(server, "BatchGenerator.close", patch.after(_closed, lost))
+    )
+    patch.wrap(server, "BatchGenerator.insert_segments", patch.after(_note_insertion, lost))
+    patch.wrap(server, "BatchGenerator.next", patch.after(_note_finished, lost))
+    patch.wrap(server, "BatchGenerator.remove", patch.after(_note_removal, lost))
+    patch.wrap(server, "BatchGenerator.close", patch.after(_note_closing, lost))
 
 
-def _removed(batch: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _note_removal(batch: Any, args: Any, kwargs: Any, result: Any) -> None:
     for uid in args[0] if args else kwargs["uids"]:
         entry = entries_of(batch).pop(uid, None)
         if entry is not None:
             engine.let_go(entry)
 
 
-def _inserted(batch: Any, args: Any, kwargs: Any, uids: Any) -> None:
-    """Remember whose sequence this is: the entry whose context was put on its queue just before."""
+def _note_insertion(batch: Any, args: Any, kwargs: Any, uids: Any) -> None:
+    """Note whose sequence was inserted.
+
+    It is that of the entry whose context was put on its queue just before.
+    """
     facts.saw("batch")
     entry, engine.inserting = engine.inserting, None
     if len(uids) != 1:
         return
     if entry is not None:
         entries_of(batch)[uids[0]] = engine.local.inserted = entry
-    if (
-        entry is not None or engine.rank
-    ):  # a rank beside 0 has no entries, and has to count the same batch
+    # A rank other than 0 has no entries, but has to count the same batch.
+    if entry is not None or engine.rank:
         engine.batch = weakref.ref(batch)
 
 
-def _finished(batch: Any, args: Any, kwargs: Any, responses: Any) -> None:
+def _note_finished(batch: Any, args: Any, kwargs: Any, responses: Any) -> None:
     for response in responses[1]:
         if response.finish_reason is not None:
             entries_of(batch).pop(response.uid, None)
 
 
-def _closed(batch: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _note_closing(batch: Any, args: Any, kwargs: Any, result: Any) -> None:
     for entry in entries_of(batch).values():
         engine.let_go(entry)

@@ -1,9 +1,9 @@
-"""A request of the shim's own: through stock's handler and the whole engine, and over no network.
+"""A request that the shim makes itself: through stock's handler and the whole engine.
 
-It comes in by a pair of sockets, so that every part of the server sees a request like any other.
-It counts as none: it is not in flight, in no counter, under no limit of requests. The engine takes
-it up next, whoever waits in the queue, and does not keep its caches. `engine.own` is the one that
-the present thread answers.
+It uses a pair of sockets instead of the network, so every part of the server sees a request like
+any other. It counts as none: it is not in flight, in no counter, and under no limit of requests.
+The engine takes it up before the requests that wait in the queue, and does not keep its caches.
+`engine.own` is the own request that the current thread answers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from . import anatomy, answering
 from .entries import FINISHED, Entry
 from .state import engine
 
-CLIENT = ("mlx-lm-shim", 0)  # what http.server logs in the place of an address
-READ_LIMIT = 5.0  # seconds for an answer that has been written
+# http.server logs this where it logs the address of a client.
+CLIENT = ("mlx-lm-shim", 0)
+# Seconds to read an answer that the handler has already written.
+READ_LIMIT = 5.0
 
 _installed: list[bool] = []
-# Those whose caches the engine may still hand to the prompt cache.
+# The own request whose caches the engine may still hand to the prompt cache.
 _unfiled: list[OwnRequest] = []
 
 
 class Answer(NamedTuple):
-    """What a client would have got: a status and the words of an error; 0 is no answer."""
+    """The answer that a client would have got: its status, 0 for none, and the error in it."""
 
     status: int
     code: str = ""
@@ -38,7 +40,7 @@ class Answer(NamedTuple):
 
 
 class Unmade(Exception):
-    """The request could not be made: that tells nothing of the server."""
+    """The request could not be made, which says nothing about the server."""
 
 
 class OwnRequest:
@@ -52,9 +54,9 @@ class OwnRequest:
         on_caches: Callable[[Any], None] | None = None,
     ) -> None:
         self.entry: Entry | None = None
-        # It is in the engine's queue, or was refused before.
+        # Set once the request is in the engine's queue, or was refused before that.
         self.asked = threading.Event()
-        # The engine has handed its caches to the prompt cache.
+        # Set once the engine has handed its caches to the prompt cache.
         self.filed = threading.Event()
         self._path = path
         self._body = body
@@ -62,7 +64,7 @@ class OwnRequest:
         self._on_caches = on_caches
 
     def answer(self, server: Any) -> Answer:
-        """Ask stock's handler, in this thread. Raises Unmade."""
+        """Have stock's handler answer it in this thread. Raises Unmade."""
         _unfiled[:] = [self]
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -90,7 +92,7 @@ class OwnRequest:
         return head.encode() + body
 
     def opened(self, entry: Entry) -> None:
-        """It is about to be queued. It asks for --max-tokens tokens, as by default, and needs few."""
+        """Note its entry before it is queued, and lower the default of --max-tokens tokens."""
         self.entry = entry
         for part in entry.parts:
             if isinstance(getattr(part, "max_tokens", None), int):
@@ -98,14 +100,14 @@ class OwnRequest:
         self.asked.set()
 
     def end(self, error: ShimError) -> None:
-        """Have the handler that waits for it answer with `error`, and the engine let go of it."""
+        """Stop it in the engine, and have the handler that waits for it answer with `error`."""
         entry = self.entry
         if entry is not None and entry.queue is not None:
             engine.stop(entry)
             entry.queue.fail(error)
 
     def is_of(self, tokens: Any) -> bool:
-        """Whether a cache for these tokens is this request's, or that of a part of its prompt."""
+        """Whether a cache for these tokens is of this request, or of a part of its prompt."""
         prompt = getattr(getattr(self.entry, "context", None), "prompt", None)
         if not prompt or not tokens:
             return False
@@ -115,7 +117,7 @@ class OwnRequest:
         return list(prompt[:common]) == list(tokens[:common])
 
     def file(self, tokens: Any, caches: Any) -> None:
-        """Instead of keeping its caches, try on them what there is to try."""
+        """Take its caches, in place of the prompt cache, and hand them to `on_caches`."""
         if len(tokens) >= len(self.entry.context.prompt):  # type: ignore[union-attr]
             _unfiled[:] = []
             if self._on_caches is not None:
@@ -124,7 +126,7 @@ class OwnRequest:
 
 
 def _told(raised: Exception) -> Answer:
-    """What stock raised leaves a client without an answer. What others raised tells nothing."""
+    """Return the answer for an error in the handler: none, if stock raised it; else raise Unmade."""
     trace = raised.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -150,9 +152,9 @@ def _read(ours: socket.socket) -> Answer:
 
 
 def install(server: Any) -> bool:
-    """Have the caches of own requests not kept. Whether that can be had.
+    """Keep the caches of own requests out of the prompt cache. Returns whether that works.
 
-    Once, whichever guards need it.
+    The guards that make own requests call it; it wraps once.
     """
     if not _installed:
         _installed.append(patch.try_wrap(server, "LRUPromptCache.insert_cache", _insert))
@@ -160,7 +162,7 @@ def install(server: Any) -> bool:
 
 
 def _insert(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """In the generation thread, outside stock's try."""
+    """Runs in the generation thread, where stock catches no errors: it must not raise."""
     if _unfiled:
         with report.contained("the caches of the shim's own request cannot be told"):
             own = _unfiled[0]

@@ -1,8 +1,8 @@
-"""The queues between the HTTP threads and the engine: what is put on them is noted, and who waits on them can be woken.
+"""The queues between HTTP threads and engine: they note what is put, and wake those who wait.
 
-A generator's queue of requests is told by its type, and turned into a `RequestQueue` when the generator is made. Each
-request that is put on it brings the queue of its response, which becomes a `ResponseQueue` there and then. No name of
-the server is needed for this; `queue.Queue` itself stays as it is.
+A generator's queue of requests is recognised by its type, and becomes a `RequestQueue` when the
+generator is made. Each request on it brings the queue of its response, which becomes a
+`ResponseQueue` at that moment. This needs no name of the server, and does not change `queue.Queue`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,28 @@ from . import anatomy, facts
 from .entries import DECODE, FINISHED, PREFILL, QUEUED, Entry
 from .state import Engine, engine
 
-POLL = 1.0  # seconds: a waiter looks around at least this often
+# Seconds: a waiting thread runs the checks at least this often.
+POLL = 1.0
 
-# Asked by the handler's thread about the request it waits for; each raises what ends that wait, or returns.
+# The handler's thread calls each for the request that it waits for. It returns, or raises the error
+# that ends the wait.
 checks: list[Callable[[Entry], None]] = []
-# Asked by the thread that brings a request, before the engine gets it; each raises what the client is told, or returns.
+# The thread that brings a request calls each before the engine gets the request. It returns, or
+# raises the error that the client gets.
 admissions: list[Callable[[], None]] = []
 # Attributes of the objects that the engine delivers for a token.
-_TOKEN = ("token", "text")
+_TOKEN_ATTRIBUTES = ("token", "text")
 
 
 class Stopped(Exception):
-    """Raised in the generation thread, where the stock server contains it, to end a request that nobody waits for."""
+    """Ends a request that no client waits for: raised in the generation thread, caught by stock."""
 
 
 def watch(generator: Any, engine: Engine) -> None:
-    """See what is put on the generator's queue of requests, and all that is delivered. Raises LookupError."""
+    """Watch the generator's queue of requests, and all deliveries.
+
+    Raises LookupError if the generator holds no such queue.
+    """
     requests = anatomy.requests_of(generator)
     if requests is None:
         raise LookupError("the generator holds no queue.Queue of requests")
@@ -45,32 +51,36 @@ def watch(generator: Any, engine: Engine) -> None:
         requests.engine = engine  # type: ignore[attr-defined]
 
 
-def _become(plain: queue.Queue[Any], ours: type) -> None:
-    """Make a queue that the server has made one of ours; one of a class of its own keeps what that class does."""
+def _become(plain: queue.Queue[Any], shim_class: type) -> None:
+    """Turn a queue of the server into one of `shim_class`.
+
+    If the queue is of a subclass of queue.Queue, it keeps the methods of that subclass.
+    """
     kind = type(plain)
-    plain.__class__ = ours if kind is queue.Queue else type(ours.__name__, (ours, kind), {})
+    if kind is not queue.Queue:
+        shim_class = type(shim_class.__name__, (shim_class, kind), {})
+    plain.__class__ = shim_class
 
 
 class RequestQueue(queue.Queue[Any]):
-    """The generator's queue of requests: a request that is put on it gets its entry."""
+    """The generator's queue of requests: it opens an entry for each request that is put on it."""
 
     engine: Engine
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        if self._is_asked():
+        if self._is_request():
             responses = _responses_in(item)
             if responses is not None:
-                for check in (
-                    admissions if self.engine is engine else ()
-                ):  # a trial has an engine of its own
+                # A trial has an engine of its own, and no admissions.
+                for check in admissions if self.engine is engine else ():
                     check()
                 self._open(item, responses)
             elif self.engine is engine:
                 facts.lose("deliveries", "a request brings no queue.Queue for its response")
         super().put(item, block, timeout)
 
-    def _is_asked(self) -> bool:
-        """Whether this is a request: what a program puts here beside those is its own affair."""
+    def _is_request(self) -> bool:
+        """Whether this `put` brings a request. A program may put other objects here too."""
         local = self.engine.local.__dict__
         return (
             bool(local.get("asking"))
@@ -88,11 +98,12 @@ class RequestQueue(queue.Queue[Any]):
                 entry.own.opened(entry)
             if entry.handler is not None:
                 local["opened"] = entry
-        except Exception as error:  # the request goes on, without an entry
+        except Exception as error:
+            # The request goes on without an entry.
             report.once(f"a request cannot be watched: {error!r}")
 
     def _put(self, item: Any) -> None:
-        """Called by `put`. A request of the shim's own is taken up next."""
+        """Put a request of the shim's own in front of all others. `put` calls it."""
         if self.engine.own is not None and isinstance(self.queue, deque):
             self.queue.appendleft(item)
         else:
@@ -105,14 +116,17 @@ class RequestQueue(queue.Queue[Any]):
 
 
 def _responses_in(item: Any) -> queue.Queue[Any] | None:
-    """The queue of its response, which a request brings."""
+    """Return the queue that a request brings for its response, or None."""
     if not isinstance(item, (tuple, list)):
         return None
     return next((part for part in item if isinstance(part, queue.Queue)), None)
 
 
 class ResponseQueue(queue.Queue[Any]):
-    """A queue.Queue whose `put` notes the delivery, without a lock of its own, and whose `get` keeps its eyes open."""
+    """A queue.Queue whose `put` notes the delivery, and whose `get` runs the checks while it waits.
+
+    Noting a delivery takes no lock.
+    """
 
     def __init__(self, entry: Entry, token: type | None = None) -> None:
         super().__init__()
@@ -120,19 +134,22 @@ class ResponseQueue(queue.Queue[Any]):
 
     @classmethod
     def adopt(cls, plain: queue.Queue[Any], entry: Entry, engine: Engine) -> None:
-        """Make a queue.Queue that the server has made, and not used yet, one of ours."""
+        """Turn a queue of the server that is not in use yet into a ResponseQueue."""
         _become(plain, cls)
         plain._begin(entry, engine)  # type: ignore[attr-defined]
 
     def _begin(self, entry: Entry, engine: Engine, token: type | None = None) -> None:
         self._engine = engine
         self._entry = entry
-        self._token = token  # the class of a delivered token, known by the first
+        # The class of a delivered token, known after the first one.
+        self._token = token
+        # When the checks last ran.
         self._looked = 0.0
-        self.closed = False  # its request has failed, and the generation thread may not know it yet
-        entry.last = (
-            engine.clock
-        )  # from now on it waits for the engine; its handler may have downloaded a model before
+        # Whether its request has failed; the generation thread may not know that yet.
+        self.closed = False
+        # The request waits for the engine from now on: its handler may have downloaded a model
+        # before.
+        entry.last = engine.clock
         entry.queue = self
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
@@ -142,15 +159,17 @@ class ResponseQueue(queue.Queue[Any]):
             self._note(item)
         except Stopped:
             raise
-        except Exception as error:  # the generation thread is no place for a mistake of ours
-            self._delivered()
+        except Exception as error:
+            # A mistake of the shim must not end the generation thread.
+            self._note_delivery()
             report.once(f"the ledger cannot note a delivery: {error!r}")
         super().put(item, block, timeout)
 
     def _note(self, item: Any) -> None:
         entry = self._entry
         kind = item.__class__
-        if kind is self._token:  # once a token: the hot path
+        # The hot path: this runs for every token.
+        if kind is self._token:
             engine = self._engine
             entry.tokens += 1
             entry.phase = DECODE
@@ -163,22 +182,26 @@ class ResponseQueue(queue.Queue[Any]):
             self._note_end(item)
         elif entry.phase == QUEUED:
             self._note_context(item)
-        elif any(hasattr(item, name) for name in _TOKEN):
+        elif any(hasattr(item, name) for name in _TOKEN_ATTRIBUTES):
             self._token = kind
             self._note(item)
         else:
-            self._delivered()
+            self._note_delivery()
 
     def _note_progress(self, processed: int, total: int) -> None:
-        """Progress counts while it advances the request's own prompt; once that is complete, only tokens count."""
+        """Note progress as a delivery, as long as it advances the request's own prompt.
+
+        Once the prompt is complete, only tokens count.
+        """
         entry = self._entry
+        # The prefill of a request that is served alone looks at nothing else (mlx-lm 362).
         if entry.stopped and self._engine.serving_alone and not self._engine.distributed:
-            raise Stopped  # prefill alone in the loop looks at nothing else (upstream 362)
+            raise Stopped
         if processed > entry.processed and entry.phase == PREFILL:
             entry.processed, entry.total, entry.progressed = processed, total, True
             if processed >= total:
                 entry.phase = DECODE
-            self._delivered()
+            self._note_delivery()
 
     def _note_context(self, context: Any) -> None:
         entry, engine = self._entry, self._engine
@@ -187,8 +210,9 @@ class ResponseQueue(queue.Queue[Any]):
         engine.inserting = entry
         engine.generating = threading.current_thread()
         engine.note_up()
-        self._delivered()
-        if entry.stopped:  # its handler left between the queue and here
+        self._note_delivery()
+        # Its handler left after the generation thread had taken it from the queue.
+        if entry.stopped:
             engine.stop(entry)
 
     def _note_end(self, item: Any) -> None:
@@ -196,30 +220,37 @@ class ResponseQueue(queue.Queue[Any]):
         entry.phase = FINISHED
         if entry.outcome is None and not entry.stopped:
             entry.outcome = "finished" if item is None else "failed"
+        # The handler raises this error too; the mark tells it from the handler's own errors.
         if item is not None and not hasattr(item, "_shim_origin"):
-            item._shim_origin = "engine"  # for the handler, which raises it among its own
-        self._delivered()
+            item._shim_origin = "engine"
+        self._note_delivery()
         engine.let_go(entry)
 
-    def _delivered(self) -> None:
+    def _note_delivery(self) -> None:
         entry, engine = self._entry, self._engine
         entry.last = engine.delivered = engine.clock
         entry.mark = engine.deliveries = engine.deliveries + 1
         entry.step = engine.steps
 
     def close(self, error: BaseException) -> None:
-        """In the generation thread: end the request with `error`, and drop what that thread still puts for it."""
+        """End the request with `error`, and drop what the generation thread still puts for it.
+
+        Call this in the generation thread.
+        """
         self.put(error)
         self.closed = True
         self._engine.stop(self._entry)
 
     def fail(self, error: ShimError) -> None:
-        """Wake the waiter with `error`: the stock server raises what it finds on its queue."""
+        """Wake the waiting handler with `error`: stock raises an exception that it gets here."""
         self._entry.outcome = self._entry.outcome or "failed"
         super().put(error)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """As queue.Queue.get, the caller's timeout included; but where a check ends the wait, raise what it raises."""
+        """Do as queue.Queue.get, with the caller's timeout, and run the checks while waiting.
+
+        If a check ends the wait, its error is raised.
+        """
         if not block or not checks:
             return super().get(block, timeout)
         deadline = None if timeout is None else time.monotonic() + timeout

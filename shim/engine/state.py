@@ -1,4 +1,4 @@
-"""What is true of the server now. Guards write to it and read it; nobody keeps a second account of the same facts."""
+"""Holds what is true of the server now. Guards read and write it; no fact is kept a second time."""
 
 from __future__ import annotations
 
@@ -20,92 +20,112 @@ Condition = Literal["ok", "loading", "breaker", "stalled", "dead", "draining"]
 
 
 class Hold(NamedTuple):
-    """A start that waits before it loads its model."""
+    """A wait of a start, before it loads the model."""
 
     reason: str
-    until: float  # by time.monotonic
+    # When it ends, by time.monotonic.
+    until: float
 
     @property
     def seconds_left(self) -> int:
-        """Whole seconds, one at least: for a Retry-After."""
+        """Whole seconds, at least one, for a Retry-After."""
         return max(1, math.ceil(self.until - time.monotonic()))
 
 
 class Engine:
-    """One server's facts: its generation thread, its phase, the ledger of requests and what was delivered to them."""
+    """The facts of one server: its generation thread, its phase, and the ledger of its requests."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
+        # The generator that serves, and every living one: a program may make more than one.
         self.generator: Any = None
-        self.generators: list[
-            weakref.ref[Any]
-        ] = []  # every generator: a program may make more than one
-        self.requests: queue.Queue[Any] | None = (
-            None  # from which the generation thread takes what it serves
-        )
-        self.generating: threading.Thread | None = None  # the thread that took up a request last
-        self.booting = False  # the default model, that of --model, is being loaded
-        # While the server proves itself: words for what went wrong, made of the error. /health says loading.
+        self.generators: list[weakref.ref[Any]] = []
+        # The queue from which the generation thread takes requests.
+        self.requests: queue.Queue[Any] | None = None
+        # The thread that took up a request last.
+        self.generating: threading.Thread | None = None
+        # Whether the default model, the one of --model, is being loaded.
+        self.booting = False
+        # While the server proves itself: turns an error into the reason of the exit. /health says
+        # loading.
         self.proving: Callable[[str], str] | None = None
-        self.up = False  # the generation thread has begun to take requests: what was to be loaded at boot is loaded
-        self.up_since = math.inf  # when, by time.monotonic
-        self.listening = (
-            False  # the server accepts connections; only told where a guard asks for it
-        )
-        self.draining = False  # nothing new is taken in: the process ends when those in flight are done, or their time is
-        self.loading = 0  # > 0 while a model is being loaded, at boot or for a request
-        self.start_wait: Hold | None = None  # why that waits, and until when
-        self.serving_alone = (
-            False  # the generation thread serves one request alone, in the loop itself
-        )
-        self.tokenizing = False  # the generation thread turns somebody's text into tokens
-        self.inserting: Entry | None = None  # whose sequence goes into the batch next
-        self.batch: Callable[[], Any] = lambda: (
-            None
-        )  # the BatchGenerator of the requests, not kept alive by this
-        self.handling: Entry | None = (
-            None  # whose token the generation thread has just turned into text
-        )
-        self.running = 0  # calls of the server's `run` under way
-        self.runner: threading.Thread = threading.main_thread()  # who called it last
-        self.run_error: BaseException | None = None  # what ended it
-        self.final_error: ShimError | None = (
-            None  # what waiting clients are told, once the process is about to end
-        )
-        self.stalled: str | None = None  # the verdict, while MLX_SHIM_ON_STALL=dump lets a stall be
-        # While memory is short: what new requests are told, each by an error of its own.
+        # Whether the generation thread takes requests: then the model of the boot is loaded.
+        self.up = False
+        # Since when, by time.monotonic.
+        self.up_since = math.inf
+        # Whether the server accepts connections. Only set if a guard needs it.
+        self.listening = False
+        # Whether new requests are refused: the process ends when those in flight have finished, or
+        # their time is over.
+        self.draining = False
+        # > 0 while a model is being loaded, at boot or for a request.
+        self.loading = 0
+        # Why the load at boot waits, and until when.
+        self.start_wait: Hold | None = None
+        # Whether the generation thread serves one request alone, in the loop itself.
+        self.serving_alone = False
+        # Whether the generation thread turns the text of a request into tokens.
+        self.tokenizing = False
+        # The request whose sequence goes into the batch next.
+        self.inserting: Entry | None = None
+        # Returns the BatchGenerator of the requests; does not keep it alive.
+        self.batch: Callable[[], Any] = lambda: None
+        # The request whose token the generation thread has just turned into text.
+        self.handling: Entry | None = None
+        # Calls of the server's `run` under way, the thread of the last one, and what ended it.
+        self.running = 0
+        self.runner: threading.Thread = threading.main_thread()
+        self.run_error: BaseException | None = None
+        # The error that waiting clients get, once the process is about to end.
+        self.final_error: ShimError | None = None
+        # The verdict on a stall that MLX_SHIM_ON_STALL=dump lets go on.
+        self.stalled: str | None = None
+        # While memory is short, the error for new requests. Each gets an error object of its own.
         self.memory_error: ShimError | None = None
-        self.memory: Usage | None = (
-            None  # as the watchdog last saw it; only where a guard has it look
-        )
-        self.ignored_limits: set[str] = (
-            set()
-        )  # settings of limits that are hardly above what the model takes
-        self.steps = 0  # of the batch, completed: each owes a token to every request in decode
-        self.turns = 0  # of the generation loop, where it asks for the next request
-        self.closed_tokens = 0  # tokens, of prompts computed and made, for requests that are closed
-        # Seconds of the engine's own clock: the watchdog advances it, and lets it rest while a model loads, while the
-        # server stops, and while the process itself did not run (suspended, or asleep with the machine).
+        # The memory in use, as the watchdog last saw it. Only set if a guard needs it.
+        self.memory: Usage | None = None
+        # The settings of limits that are hardly above what the model itself needs.
+        self.ignored_limits: set[str] = set()
+        # Completed steps of the batch. Each should give a token to every request in decode.
+        self.steps = 0
+        # Turns of the generation loop: in each it asks for the next request.
+        self.turns = 0
+        # Tokens of closed requests, computed for prompts or generated.
+        self.closed_tokens = 0
+        # The engine's own clock, in seconds. The watchdog advances it. It rests while a model
+        # loads, while the server stops, and while the process does not run (suspended, or asleep
+        # with the machine).
         self.clock = 0.0
+        # How many deliveries there were, and when the last one was, by the clock.
         self.deliveries = 0
-        self.delivered = 0.0  # when, by the clock
-        # Each request is counted once more under its outcome. A request answered 400 is one that failed.
+        self.delivered = 0.0
+        # Each request counts once in "requests" and once under its outcome. A request answered 400
+        # counts as failed.
         self.counters = {"requests": 0, "finished": 0, "failed": 0, "abandoned": 0, "timed_out": 0}
+        # The requests whose handler waits, by their number.
         self.entries: dict[int, Entry] = {}
-        # Those whose handler is done while the generation thread is not: computed for nobody, until it lets go of them.
+        # The requests whose handler is done, while the generation thread still computes for them.
         self.abandoned: dict[int, Entry] = {}
+        # For each HTTP thread that answers a request: since when, by time.monotonic.
         self.serving: dict[int, float] = {}
-        self.served = 0  # requests answered with 200
-        # By thread, the answers under way; None where deliveries tell more than bytes.
+        # Requests answered with 200.
+        self.served = 0
+        # The answer under way of each HTTP thread; None if deliveries tell more than bytes.
         self.answers: dict[int, Any] = {}
-        # Connections taken from a socket that outlives the process, until they are closed: its successor cannot answer them.
+        # Open connections that came from a socket which outlives the process: the next process
+        # cannot answer them.
         self.accepted: set[Any] = set()
-        # .handler: whom this thread serves; .entry: the request it is opening; .inserted: what it put into the batch
+        # Of each thread. handler: the handler that runs in it; opened: the entry of its request;
+        # asking: whether it is in stock's `generate`; status: the status of its answer; inserted:
+        # the entry whose sequence it has put into the batch.
         self.local = threading.local()
         self._numbers = itertools.count(1)
 
     def attach(self, generator: Any, before: set[threading.Thread] | None = None) -> None:
-        """Note a generator; the latest is the one that serves. `before`: the threads that ran before it was made."""
+        """Note a generator and its parts; the latest is the one that serves.
+
+        `before` holds the threads that ran before it was made.
+        """
         self.generator = generator
         if generator not in self.living():
             self.generators = [known for known in self.generators if known() is not None]
@@ -115,24 +135,27 @@ class Engine:
         parts.stop_flag = parts.stop_flag or anatomy.stop_flag(generator)
 
     def living(self) -> list[Any]:
-        """The generators that exist."""
+        """List the generators that still exist."""
         return [generator for known in list(self.generators) if (generator := known()) is not None]
 
     def turn(self, *, idle: bool) -> None:
-        """The generation loop asks for the next request; `idle`: it waits for one, as it has nothing else to do."""
+        """Note that the generation loop asks for the next request.
+
+        `idle` says that it waits for one, because it has nothing else to do.
+        """
         self.note_up()
         self.turns += 1
         if idle:
             self.abandoned.clear()
 
     def note_up(self) -> None:
-        """What was to be loaded at boot is loaded."""
+        """Note that the model of the boot is loaded."""
         if not self.up:
             self.up_since = time.monotonic()
             self.up = True
 
     def ask_to_stop(self) -> bool:
-        """Raise the flag that ends the generation loop, as stock does. False where there is none that is known."""
+        """Set the flag that ends the generation loop, as stock does. False if there is none."""
         return anatomy.ask_to_stop(self.generator)
 
     @property
@@ -142,12 +165,12 @@ class Engine:
 
     @property
     def age(self) -> float:
-        """Seconds for which the generation thread has been up; 0 before. What came first, a wait or a load, is no age."""
+        """Seconds since the generation thread came up, 0 before; no wait or load counts."""
         return max(0.0, time.monotonic() - self.up_since)
 
     @property
     def condition(self) -> Condition:
-        """What the server is now, in one word: the first that is true. Takes no lock."""
+        """The condition of the server: the first one that is true. Takes no lock."""
         if self.closing:
             return "draining"
         if self.final_error is not None or self.generation_is_over:
@@ -160,12 +183,12 @@ class Engine:
 
     @property
     def is_starting(self) -> bool:
-        """Whether the model of --model is being loaded, or the server proves itself."""
+        """Whether the model of --model is being loaded, or the self-check is under way."""
         return self.booting or self.proving is not None
 
     @property
     def own(self) -> Any:
-        """The OwnRequest that this thread answers, or None: it answers a client."""
+        """The OwnRequest that this thread answers; None if it answers a client."""
         return self.local.__dict__.get("own")
 
     @property
@@ -175,7 +198,7 @@ class Engine:
 
     @property
     def closing(self) -> bool:
-        """Whether the process is to end, as it was asked to."""
+        """Whether the process was asked to end."""
         return self.draining or self.stopping
 
     @property
@@ -188,7 +211,7 @@ class Engine:
 
     @property
     def generation_is_over(self) -> bool:
-        """Whether nothing will be generated any more, though the process lives."""
+        """Whether the generation thread has ended, though the process lives."""
         thread = self.generation_thread
         gone = thread is not None and anatomy.has_ended(thread)
         return gone or bool(anatomy.read(self.generator, "_generation_failed", otherwise=False))
@@ -199,28 +222,28 @@ class Engine:
 
     @property
     def rank(self) -> int:
-        """Which of several machines that share a model this is; 0 is the one that listens."""
+        """The number of this machine among those that share a model; 0 is the one that listens."""
         return int(anatomy.read(self.generator, "_rank", 0))
 
     @property
     def model_name(self) -> str:
-        """What --model named, or "none"."""
+        """The name that --model gives, or "none"."""
         return str(getattr(self.arguments, "model", None) or "none")
 
     @property
     def provider(self) -> Any:
-        """Stock's ModelProvider, which loads and holds the model; None where there is none yet."""
+        """Stock's ModelProvider, which loads and holds the model; None if there is none yet."""
         return anatomy.provider_of(self.generator)
 
     @property
     def arguments(self) -> Any:
-        """The command line of the server, as an object with an attribute for each option; None where it is not known."""
+        """The server's command line, with an attribute for each option; None if it is unknown."""
         known = anatomy.arguments_of(self.provider)
         return known if known is not None else anatomy.read(self.generator, "cli_args")
 
     @property
     def prompt_cache(self) -> Any:
-        """Stock's LRUPromptCache; None where there is none yet."""
+        """Stock's LRUPromptCache; None if there is none yet."""
         return anatomy.prompt_cache_of(self.generator)
 
     @property
@@ -229,7 +252,7 @@ class Engine:
         return len(self.serving)
 
     def open(self, parts: tuple[Any, ...], handler: Any) -> Entry:
-        """A new entry of the ledger, for what is handed to the engine."""
+        """Open an entry for a request that goes to the engine."""
         entry = Entry(next(self._numbers), parts, handler, self.clock)
         entry.opened = self.serving.get(threading.get_ident(), entry.opened)
         entry.mark, entry.step = self.deliveries, self.steps
@@ -240,7 +263,7 @@ class Engine:
         return entry
 
     def close(self, entry: Entry) -> None:
-        """The handler is done with it: whatever is still generated for it is for nobody."""
+        """Close an entry whose handler is done, and stop what is still generated for it."""
         if self.entries.pop(entry.id, None) is None:
             return
         if entry.own is None:
@@ -252,14 +275,15 @@ class Engine:
             self.counters[entry.outcome or "abandoned"] += 1
 
     def let_go(self, entry: Entry) -> None:
-        """The generation thread has nothing more to do with it."""
+        """Note that the generation thread has nothing more to do with a request."""
         self.abandoned.pop(entry.id, None)
-        if entry.handler is None:  # a program called `generate` itself: nobody else will close it
+        # Without a handler, a program has called `generate` itself, and nothing else closes it.
+        if entry.handler is None:
             entry.phase = FINISHED
             self.close(entry)
 
     def stop(self, entry: Entry) -> None:
-        """Have its generation stopped, wherever it is; others go on."""
+        """Stop the generation for one request, in whatever phase it is. The others go on."""
         entry.stopped = True
         if entry.context is not None:
             stop_context(entry.context)
@@ -267,7 +291,7 @@ class Engine:
             self._withdraw(entry)
 
     def _withdraw(self, entry: Entry) -> None:
-        """Take a request that nobody waits for out of the server's queue."""
+        """Take a request that no client waits for out of the server's queue."""
         requests = self.requests
         if requests is not None:
             with requests.mutex:
@@ -281,11 +305,11 @@ class Engine:
                         break
 
     def entry_of(self, request: Any) -> Entry | None:
-        """The entry of a stock CompletionRequest, by identity."""
+        """Return the entry of a stock CompletionRequest, compared by identity, or None."""
         return next((e for e in self.known() if any(part is request for part in e.parts)), None)
 
     def known(self) -> list[Entry]:
-        """Every request that the engine may be computing for, whether or not its handler still waits."""
+        """List every request that the engine may compute for, even if its handler is done."""
         return [*list(self.entries.values()), *list(self.abandoned.values())]
 
     def fail_waiting(self, error: ShimError) -> None:
@@ -296,7 +320,7 @@ class Engine:
                 entry.queue.fail(error)
 
     def wait_for_handlers(self, seconds: float) -> None:
-        """Let the handlers write their last words, for at most so long."""
+        """Wait until the handlers have written their last bytes, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while (self.serving or self.accepted) and time.monotonic() < deadline:
             threading.Event().wait(0.005)

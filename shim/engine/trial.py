@@ -1,7 +1,9 @@
-"""Tries the heart before a server starts: stock's own generator, copied, with stand-ins for whatever is not Python's.
+"""Tries the most important guards on a copy of stock's generator, before a server starts.
 
-A copy runs stock's code, unwrapped, in milliseconds, with no model, no device and no log line. In it a loop raises, or
-stops delivering, and the guard concerned shows that it would act. What cannot be tried so is left untold.
+The copy runs stock's code, unwrapped, in milliseconds: without a model, a device or a log line,
+because stand-ins replace the objects of mlx and mlx_lm. In a trial the loop raises, or stops
+delivering, and the guard shows whether it would act. If a release cannot be tried in this way, the
+trial tells nothing.
 """
 
 from __future__ import annotations
@@ -21,16 +23,17 @@ from . import anatomy, queues
 from .entries import Entry
 from .state import Engine
 
-LIMIT = 1.0  # seconds for what takes milliseconds
-_NAME = "ResponseGenerator"
+# Seconds that a trial waits for a step, which takes milliseconds.
+WAIT_LIMIT = 1.0
+_GENERATOR = "ResponseGenerator"
 
 
 class Fault(Exception):
-    """Raised in the loop that is tried."""
+    """Raised in a loop to see whether its end is noticed."""
 
 
 class _StandIn:
-    """Whatever the copied code merely passes by: any attribute, call, item or comparison."""
+    """An object that the copied code can use in any way: attribute, call, item or comparison."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -46,14 +49,14 @@ class _StandIn:
     def __getitem__(self, key: object) -> Any:
         return self
 
-    def _no(self, other: object) -> bool:
+    def _compare(self, other: object) -> bool:
         return False
 
-    __lt__ = __gt__ = __le__ = __ge__ = _no
+    __lt__ = __gt__ = __le__ = __ge__ = _compare
 
 
 class _Raising:
-    """A model's provider of which any use raises."""
+    """A model's provider that raises at any use."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -65,10 +68,10 @@ def _raise(*args: Any, **kwargs: Any) -> Any:
     raise Fault("raised to see whether it is noticed")
 
 
-def _threads() -> tuple[type[threading.Thread], list[threading.Thread]]:
-    """A class of threads, and those that were made of it: no other thread of the process has to do with the trial.
+def _make_thread_class() -> tuple[type[threading.Thread], list[threading.Thread]]:
+    """Make a class of threads, and the list of its instances: only these belong to the trial.
 
-    No process waits for one, should the loop that is tried go on.
+    They are daemon threads, so that no process waits for a loop that goes on.
     """
     made: list[threading.Thread] = []
 
@@ -80,14 +83,16 @@ def _threads() -> tuple[type[threading.Thread], list[threading.Thread]]:
     return Thread, made
 
 
-def copied(server: Any, thread: Any) -> type | None:
-    """A copy of the server's generator class, or None where there is no class of that name, or it inherits from another.
+def copy_class(server: Any, thread: Any) -> type | None:
+    """Copy the server's generator class.
 
-    What its functions see of mlx, of mlx_lm and of logging are stand-ins; `thread` is what threading.Thread is to them.
+    Its functions see stand-ins for the objects of mlx, mlx_lm and logging, and `thread` for
+    threading.Thread. Returns None if there is no class of that name, or if it inherits from another
+    one.
     """
-    if not verdicts.has(server, _NAME):
+    if not verdicts.has(server, _GENERATOR):
         return None
-    stock = getattr(server, _NAME)
+    stock = getattr(server, _GENERATOR)
     if not isinstance(stock, type) or stock.__mro__[1:] != (object,):
         return None
     scopes: dict[int, dict[str, Any]] = {}
@@ -108,13 +113,13 @@ def copied(server: Any, thread: Any) -> type | None:
         elif isinstance(value, (staticmethod, classmethod)):
             body[name] = type(value)(copy(value.__func__))
         elif name not in ("__dict__", "__weakref__"):
-            body[name] = (
-                copy(value) if isinstance(inspect.unwrap(value), types.FunctionType) else value
-            )
-    return type(_NAME, (), body)
+            is_function = isinstance(inspect.unwrap(value), types.FunctionType)
+            body[name] = copy(value) if is_function else value
+    return type(_GENERATOR, (), body)
 
 
 def _scope(stock: dict[str, Any], thread: Any) -> dict[str, Any]:
+    """Return the globals that the copied functions see."""
     scope: dict[str, Any] = {
         name: _StandIn() if _is_foreign(value) else value for name, value in stock.items()
     }
@@ -127,19 +132,19 @@ def _scope(stock: dict[str, Any], thread: Any) -> dict[str, Any]:
 
 
 def _is_foreign(value: Any) -> bool:
-    """Whether it is of mlx, of mlx_lm, or logging: none of them may be touched before a server starts."""
+    """Whether an object belongs to mlx, mlx_lm, huggingface_hub or logging.
+
+    Nothing may use these before a server starts.
+    """
     if value is logging:
         return True
-    home = (
-        value.__name__
-        if isinstance(value, types.ModuleType)
-        else getattr(value, "__module__", None)
-    )
+    is_module = isinstance(value, types.ModuleType)
+    home = value.__name__ if is_module else getattr(value, "__module__", None)
     return isinstance(home, str) and home.split(".")[0] in ("mlx", "mlx_lm", "huggingface_hub")
 
 
-def _made(cls: type, provider: Any) -> Any:
-    """An instance, with a stand-in for each argument that its __init__ must have; the first is the model's provider."""
+def _make(cls: type, provider: Any) -> Any:
+    """Make an instance, with `provider` and a stand-in for each other argument that it requires."""
     needed = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
     required = [
         p
@@ -150,40 +155,44 @@ def _made(cls: type, provider: Any) -> Any:
 
 
 def generator(server: Any) -> Any:
-    """A copied generator whose thread does not run, or None where none can be made."""
+    """Return a copied generator whose thread does not run, or None if none can be made."""
     try:
-        cls = copied(server, _StandIn())
-        return None if cls is None else _made(cls, _StandIn())
-    except Exception:  # a generator of another make: the trial tells nothing
+        cls = copy_class(server, _StandIn())
+        return None if cls is None else _make(cls, _StandIn())
+    except Exception:
+        # This generator works differently, and the trial tells nothing.
         return None
 
 
-def deaths(server: Any, wrap: Callable[[Any], object], hook: Callable[[Any], None]) -> bool:
-    """Have the loop of a copy die, with `wrap(module)` applied to it. `hook` gets what threading.excepthook would.
+def try_death(server: Any, wrap: Callable[[Any], object], hook: Callable[[Any], None]) -> bool:
+    """Make the loop of a copy die, after `wrap(module)` has wrapped the copy.
 
-    False where no copy can be made, or where its loop does not end by an exception: nothing is told by that.
+    `hook` gets what threading.excepthook would get. Returns False if no copy can be made, or if an
+    exception does not end its loop: then the trial tells nothing.
     """
-    thread, threads = _threads()
+    thread, threads = _make_thread_class()
     try:
-        cls = copied(server, thread)
+        cls = copy_class(server, thread)
         if cls is None:
             return False
-        wrap(types.SimpleNamespace(**{_NAME: cls}, __name__=server.__name__))
-        with _hooked(threads, hook):
-            return _is_over(_made(cls, _Raising()), threads)
-    except Exception:  # a generator of another make
+        wrap(types.SimpleNamespace(**{_GENERATOR: cls}, __name__=server.__name__))
+        with _hook_threads(threads, hook):
+            return _is_over(_make(cls, _Raising()), threads)
+    except Exception:
+        # This generator works differently.
         return False
 
 
 def _is_over(made: Any, threads: list[threading.Thread]) -> bool:
-    """Whether the threads end once they are given nothing but an exception."""
+    """Whether the threads end when everything that they use raises."""
     requests = anatomy.requests_of(made)
     if requests is not None:
         requests.get = requests.get_nowait = _raise  # type: ignore[method-assign]
-        queue.Queue.put(requests, None)  # a loop that waits in the former `get` comes back
+        # A loop that waits in the former `get` comes back.
+        queue.Queue.put(requests, None)
     for thread in threads:
         if thread.ident is not None:
-            thread.join(LIMIT)
+            thread.join(WAIT_LIMIT)
     over = bool(threads) and not any(thread.is_alive() for thread in threads)
     flag = anatomy.stop_flag(made)
     if flag is not None:
@@ -192,34 +201,35 @@ def _is_over(made: Any, threads: list[threading.Thread]) -> bool:
 
 
 @contextlib.contextmanager
-def _hooked(threads: list[threading.Thread], hook: Callable[[Any], None]) -> Iterator[None]:
-    """Give what ends one of the threads to `hook`, and what ends another to whom it would go without us."""
+def _hook_threads(threads: list[threading.Thread], hook: Callable[[Any], None]) -> Iterator[None]:
+    """Call `hook` when an exception ends one of `threads`, and the former hook for any other."""
     former = threading.excepthook
 
-    def ours(args: Any) -> None:
+    def own_hook(args: Any) -> None:
         (hook if any(args.thread is thread for thread in threads) else former)(args)
 
-    threading.excepthook = ours
+    threading.excepthook = own_hook
     try:
         yield
     finally:
-        if threading.excepthook is ours:
+        if threading.excepthook is own_hook:
             threading.excepthook = former
 
 
-def deliveries(server: Any) -> None:
-    """Raise LookupError where the generator holds no queue of requests; its queue is what deliveries are seen by."""
+def try_deliveries(server: Any) -> None:
+    """Raise LookupError if the generator holds no queue of requests: deliveries are seen there."""
     made = generator(server)
     if made is not None:
         queues.watch(made, Engine())
 
 
-class Asked:
-    """A copied generator that has been asked for a completion, by a thread that waits for its first delivery."""
+class TrialRequest:
+    """A request to a copied generator, by a thread that waits for its first delivery."""
 
     def __init__(self, made: Any) -> None:
         self.engine = Engine()
-        self.error: Exception | None = None  # what `generate` raised
+        # The exception that `generate` has raised.
+        self.error: Exception | None = None
         self._over = threading.Event()
         queues.watch(made, self.engine)
         threading.Thread(target=self._ask, args=(made.generate,), daemon=True).start()
@@ -234,33 +244,39 @@ class Asked:
             self.error = error
         self._over.set()
 
-    def taken_up(self) -> queue.Queue[Any] | None:
-        """The queue of its response, once the request has come; None where none comes."""
-        assert self.engine.requests is not None  # noqa: S101 - watch raises otherwise
+    def take_up(self) -> queue.Queue[Any] | None:
+        """Take the request from its queue, and return the queue of its response.
+
+        Returns None if no request comes.
+        """
+        # `queues.watch` raises otherwise.
+        assert self.engine.requests is not None  # noqa: S101
         try:
-            item = self.engine.requests.get(timeout=LIMIT)
+            item = self.engine.requests.get(timeout=WAIT_LIMIT)
         except queue.Empty:
             return None
         return next((part for part in item if isinstance(part, queues.ResponseQueue)), None)
 
-    def answered(self) -> bool:
-        """Whether `generate` has returned, or raised."""
-        return self._over.wait(LIMIT)
+    def is_answered(self) -> bool:
+        """Whether `generate` returns or raises in time."""
+        return self._over.wait(WAIT_LIMIT)
 
 
-def asked(server: Any) -> Asked | None:
-    """None where stock's `generate` cannot be called so."""
+def ask(server: Any) -> TrialRequest | None:
+    """Ask a copied generator for a completion, or return None if that is not possible."""
     made = generator(server)
-    return Asked(made) if made is not None and verdicts.has(server, f"{_NAME}.generate") else None
+    if made is None or not verdicts.has(server, f"{_GENERATOR}.generate"):
+        return None
+    return TrialRequest(made)
 
 
-def in_decode(server: Any) -> tuple[Entry, Engine] | None:
-    """Have a copied generator take a request and deliver its first token, and then nothing: (its entry, its engine).
+def try_decode(server: Any) -> tuple[Entry, Engine] | None:
+    """Make a copied generator take a request and deliver its first token, and then nothing.
 
-    None where that cannot be tried.
+    Returns the entry of the request and the engine, or None if that cannot be tried.
     """
-    trial = asked(server)
-    responses = None if trial is None else trial.taken_up()
+    trial = ask(server)
+    responses = None if trial is None else trial.take_up()
     if trial is None or responses is None:
         return None
     responses.put(types.SimpleNamespace(stop=lambda: None))
@@ -271,9 +287,12 @@ def in_decode(server: Any) -> tuple[Entry, Engine] | None:
 
 
 def is_told(server: Any, error: ShimError) -> bool:
-    """Whether a handler that waits for its first delivery gets `error` when all are told. True where it cannot be tried."""
-    trial = asked(server)
-    if trial is None or trial.taken_up() is None:
+    """Whether a handler that waits for its first delivery gets `error` when all clients are told.
+
+    True if that cannot be tried.
+    """
+    trial = ask(server)
+    if trial is None or trial.take_up() is None:
         return True
     trial.engine.fail_waiting(error)
-    return not trial.answered() or trial.error is error
+    return not trial.is_answered() or trial.error is error

@@ -1,7 +1,8 @@
-"""One daemon thread that looks at the engine a few times a second and ends the process when it has to.
+"""The watchdog: a daemon thread that looks at the engine every POLL seconds.
 
-Guards add a check; a check returns nothing while all is well, and calls `fatal` when it is not. The thread also runs
-the engine's clock, by which stalls are told: time in which nothing could have been delivered does not count.
+Guards add checks. A check returns while all is well, and calls `fatal` when the process has to end.
+The thread also runs the engine's clock, which measures stalls: it leaves out the time in which
+nothing could have been delivered.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from ..core import report
 from . import fatal
 from .state import engine
 
-POLL = 0.2  # seconds between two looks
+# Seconds between two looks.
+POLL = 0.2
 
 _checks: list[Callable[[], None]] = []
 _start_once = threading.Lock()
 
 
 def add(check: Callable[[], None]) -> None:
-    """Have `check` called in the watchdog's thread every POLL seconds."""
+    """Make the watchdog's thread call `check` every POLL seconds."""
     _checks.append(check)
 
 
@@ -36,7 +38,8 @@ def _run() -> None:
     while not fatal.begun(POLL):
         now = time.monotonic()
         if not engine.loading and not engine.stopping:
-            # A longer gap means that this thread did not run either: the process was suspended, or the machine slept.
+            # After a longer gap this thread did not run either: the process was suspended, or the
+            # machine slept.
             engine.clock += min(now - before, 2 * POLL)
         before = now
         for check in list(_checks):
@@ -44,7 +47,7 @@ def _run() -> None:
                 check()
             except Exception as error:
                 _checks.remove(check)
-                report.failed(
+                report.mark_failed(
                     check.__module__.rpartition(".")[2],
                     f"its check failed and is off from now on: {error!r}",
                 )

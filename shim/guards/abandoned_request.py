@@ -1,10 +1,15 @@
-"""A client goes away and its request is computed to the end, for nobody.
+"""A client goes away, and its request is computed to the end for no one.
 
-Stock notices only when it writes to a stream in decode. Here the waiting handler looks at its connection once a
-second, whatever the request is doing, and has it stopped wherever it is: in the server's queue (taken out), waiting in
-the batch (removed by way of stock's own path), in prefill (after the step under way), in decode, and alone in the loop
-(`seed`, images). Only the prefill beside a draft model cannot be stopped: it reports nothing. A client that closes only
-its sending half counts as gone: no more than that can be seen without writing to it.
+Stock notices only when it writes to a stream during decode. Here the waiting handler looks at its
+connection once a second, whatever the request is doing, and stops the request wherever it is:
+
+* in the server's queue: the guard takes it out;
+* waiting in the batch: the guard has it removed by stock's own path;
+* in prefill: it ends after the current step;
+* in decode, and alone in the loop (requests with `seed` or images).
+
+A prefill with a draft model cannot be stopped, as it reports nothing. A client that closes only
+its sending half counts as gone: the two cases look the same until the server writes.
 """
 
 from __future__ import annotations
@@ -22,8 +27,6 @@ from ..engine.state import engine
 
 UPSTREAM = "mlx-lm 362, 405, 677"
 MODULE = "mlx_lm.server"
-
-
 LIVES_BY = {
     "deliveries": facts.NEEDED,
     "tokenizing": "a request whose client left just before it was taken up is stopped only then",
@@ -33,7 +36,7 @@ LIVES_BY = {
 
 
 def probe(server: Any) -> None:
-    """By who waits for what is delivered: the facts tell."""
+    """Nothing to try: the facts of LIVES_BY tell whether the guard can act."""
 
 
 def apply(server: Any) -> None:
@@ -44,10 +47,12 @@ def apply(server: Any) -> None:
 
 def _check(entry: Entry) -> None:
     try:
-        gone = (
-            entry.handler is not None and entry.own is None and _is_gone(entry.handler.connection)
-        )
-    except OSError:  # no descriptor is free for a kqueue: no reason to fail a request
+        # A request of the shim's own has no client that could leave.
+        if entry.handler is None or entry.own is not None:
+            return
+        gone = _is_gone(entry.handler.connection)
+    # No free descriptor for a kqueue: that must not fail a request.
+    except OSError:
         return
     if gone:
         entry.outcome = "abandoned"
@@ -55,14 +60,16 @@ def _check(entry: Entry) -> None:
 
 
 def _is_gone(connection: socket.socket) -> bool:
-    """Whether the peer has closed its side, whatever it may have sent before."""
+    """Whether the peer has closed its side, even if what it sent before is still unread."""
     if connection.fileno() < 0:
         return True
-    if hasattr(select, "POLLRDHUP"):  # Linux
+    # Linux has it, macOS does not.
+    if hasattr(select, "POLLRDHUP"):
         poller = select.poll()
         poller.register(connection, select.POLLRDHUP)
         return bool(poller.poll(0))
-    bsd: Any = select  # macOS has kqueue, and no POLLRDHUP
+    # Only macOS and the BSDs have kqueue, so its type is not known here.
+    bsd: Any = select
     queue = bsd.kqueue()
     try:
         event = bsd.kevent(connection.fileno(), bsd.KQ_FILTER_READ, bsd.KQ_EV_ADD)
@@ -72,11 +79,10 @@ def _is_gone(connection: socket.socket) -> bool:
 
 
 def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """The first thing done for a request, in a try whose exception goes to that request alone."""
+    """Stop a request that is taken up; stock gives an exception here to that request alone."""
     request = patch.given(wrapped, args, kwargs, "request", 1)
-    entry = (
-        None if engine.distributed else engine.entry_of(request)
-    )  # other ranks would go on without us
+    # Where several machines share a model, the other ranks would go on without this one.
+    entry = None if engine.distributed else engine.entry_of(request)
     if entry is not None and entry.stopped:
         raise queues.Stopped
     return wrapped(*args, **kwargs)
@@ -85,7 +91,8 @@ def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def _stepped(batch: Any, args: Any, kwargs: Any, responses: Any) -> None:
     """Report a stopped sequence that still waits for its turn as if it had advanced.
 
-    Stock then sees that it should stop and removes it, on all ranks. By itself it would prefill it first.
+    Stock then sees that it should stop and removes it, on all ranks. Without the report stock would
+    prefill it first.
     """
     entries = batch.__dict__.get("_shim_entries")
     if entries:

@@ -1,9 +1,13 @@
-"""SIGTERM cuts every answer in the middle; Ctrl-C aborts the process, or waits without end for a request served alone.
+"""SIGTERM cuts every answer; Ctrl-C aborts the process, or waits without end.
 
-Stock does not handle SIGTERM, and its handling of SIGINT ends in the interpreter's teardown beside live streams. Here
-the first of either lets those in flight finish, for at most MLX_SHIM_DRAIN, while new requests are told 503; those that
-could not are told, the generation thread ends as stock ends it, and the status is 0. A second one ends it at once. A
-signal that the program handles, or ignores, is the program's. Only a server that is run in the main thread is reached.
+Stock does not handle SIGTERM. Its handling of SIGINT tears the interpreter down while streams are
+still open, and waits for a request that is served alone. Here the first SIGTERM or SIGINT lets
+the requests in flight finish, for at most MLX_SHIM_DRAIN; new requests get 503. Requests that do
+not finish in time get an error, the generation thread ends as stock ends it, and the exit status
+is 0. A second signal ends the process at once.
+
+The guard leaves a signal alone that the program itself handles or ignores. It acts only where the
+server runs in the main thread.
 """
 
 from __future__ import annotations
@@ -26,13 +30,12 @@ _DEFAULTS: dict[int, Any] = {
     signal.SIGINT: signal.default_int_handler,
 }
 
-
 LIVES_BY = {
-    "stop flag": "the generation thread goes with the process, its loop not left",
+    "stop flag": "the generation thread ends with the process, inside its loop",
     ("handlers", "answers"): facts.NEEDED,
     ("turns", "boot", "deliveries"): "requests in flight are not waited for",
 }
-# Where signals begin to be handled: the second for a program that calls it by itself.
+# While one of these runs, the guard handles the signals. Some programs call only the second.
 RUNS = ("run", "_run_http_server")
 
 
@@ -51,20 +54,18 @@ def apply(server: Any) -> None:
 
 
 def _handling(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Handle the signals while stock runs the server, no longer."""
+    """Handle the signals only while stock runs the server."""
     asked = _Asked(os.getpid())
-    try:
+    ours: list[int] = []
+    with report.contained("signals are left as they are", tell=report.line):
         ours = _install(asked)
-    except Exception as error:
-        ours = []
-        report.line(f"signals are left as they are: {error!r}")
     try:
         return wrapped(*args, **kwargs)
     finally:
         if engine.draining:
-            threading.Event().wait(
-                drain.JOIN
-            )  # rank 0 has stopped this rank: its process ends here, without a teardown
+            # Rank 0 has stopped this rank. The drain ends the process while this thread waits, so
+            # that the interpreter is not torn down.
+            threading.Event().wait(drain.JOIN_LIMIT)
         for number in ours:
             if signal.getsignal(number) is asked:
                 signal.signal(number, _DEFAULTS[number])
@@ -72,8 +73,10 @@ def _handling(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _install(asked: _Asked) -> list[int]:
     if threading.current_thread() is not threading.main_thread():
-        return []  # Python lets nobody else
-    drain.start()  # first: a signal that is handled must have somebody who acts on it
+        # Python lets only the main thread set handlers.
+        return []
+    # Before the handlers are set: a handled signal needs the thread that acts on it.
+    drain.start()
     ours = [number for number, default in _DEFAULTS.items() if signal.getsignal(number) == default]
     for number in ours:
         signal.signal(number, asked)
@@ -81,13 +84,14 @@ def _install(asked: _Asked) -> list[int]:
 
 
 class _Asked:
-    """The handler. It runs in the main thread, between any two steps of it: it leaves a note, and no more."""
+    """The signal handler. It may interrupt the main thread anywhere, so it only posts an order."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
 
     def __call__(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._pid:  # a child of a fork, which has no thread of ours
+        # In a forked child, which has no thread of the shim.
+        if os.getpid() != self._pid:
             signal.signal(number, _DEFAULTS[number])
             signal.raise_signal(number)
             return

@@ -1,8 +1,9 @@
-"""Any client may have any model loaded: one on the server's disk, or downloaded from the hub.
+"""Any client can make the server load any model: one from its disk, or one downloaded from the hub.
 
-With MLX_SHIM_ALLOWED_MODELS a request names one of those, or what the command line names, as its `model`, `draft_model`
-or `adapters`, under whatever name of the same folder; else it is answered 404. /v1/models lists no others. Without the
-setting all is as stock.
+With MLX_SHIM_ALLOWED_MODELS a request may name only the models listed there and those of the
+command line, as its `model`, `draft_model` or `adapters`. Another name of the same folder is
+accepted too. A request that names anything else gets 404, and /v1/models lists only allowed
+models. Without the setting the server behaves as stock.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def apply(server: Any) -> None:
 
 
 def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """In the handler's thread: what is raised here is answered to this request alone."""
+    """Check the names in the handler's thread: an exception here fails this request alone."""
     named = model_names.described(args, kwargs)
     if named is not None:
         line = anatomy.arguments_of(anatomy.provider_of(instance))
@@ -43,7 +44,7 @@ def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _check(param: str, name: Any, *always: str | None) -> None:
-    """Raise a 404 unless `name` is allowed. What is no name at all names no model: others answer that."""
+    """Raise a 404 unless `name` is allowed. Other guards refuse a name that is not a string."""
     if not isinstance(name, str):
         return
     allowed = [known for known in (*always, *settings.current.allowed_models) if known is not None]
@@ -59,7 +60,7 @@ def _check(param: str, name: Any, *always: str | None) -> None:
 
 
 def _scan_cache_dir(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """What stock lists at /v1/models, beside the model of the command line, which it adds."""
+    """Give stock only allowed models to list at /v1/models."""
     found = wrapped(*args, **kwargs)
     known = (*settings.current.allowed_models, engine.model_name)
     return types.SimpleNamespace(

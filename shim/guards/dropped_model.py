@@ -1,9 +1,13 @@
-"""A request that names a model which cannot be loaded costs everybody the one that is.
+"""A request that names a model which cannot be loaded makes all clients lose the loaded model.
 
-Stock drains the batch, drops the loaded model, and only then tries to load what was named; a typing error makes the
-next request wait for the model to be loaded again. Here what can be told from the files is told in the handler's
-thread, before the request is queued, and so is a download. Where a load fails all the same, the former model is loaded
-again before the next request, unless several machines share it: they may have failed each in its own way.
+Stock drains the batch, drops the loaded model, and only then tries to load the model that was
+named. After a typing error the next request waits until the model is loaded again. Here the
+handler's thread checks the files of the named model, and downloads it, before the request is
+queued.
+
+Where the load fails all the same, the guard loads the former model again before the next request.
+It does not do so where several machines share a model: the load may have failed differently on
+each.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ MODULE = "mlx_lm.server"
 
 
 class _Dropped(Exception):
-    """What the probe waits for: the model is dropped, and nothing has been loaded."""
+    """The probe raises it where stock drops the model, before anything has been loaded."""
 
 
 def _drop() -> None:
@@ -36,22 +40,28 @@ def _drop() -> None:
 
 def probe(server: Any) -> None:
     require(
-        server, "ResponseGenerator.generate(request, generation_args)", "ModelProvider._load", "ModelDescription",
-        "ModelProvider.load(model_path, adapter_path, draft_model_path)", "load",
-    )  # fmt: skip
+        server,
+        "ResponseGenerator.generate(request, generation_args)",
+        "ModelProvider._load",
+        "ModelDescription",
+        "ModelProvider.load(model_path, adapter_path, draft_model_path)",
+        "load",
+    )
     provider = object.__new__(server.ModelProvider)
     provider.model_key = former = ("a model", None, None)
     provider.is_distributed = False
     provider.cli_args = SimpleNamespace(trust_remote_code=False, use_default_chat_template=False)
     provider._tokenizer_config = {}
-    provider.reset = _drop  # before stock, from 0.32 on, goes on to ask MLX: an import should not
+    # From 0.32 on stock goes on to ask MLX after the reset, which an import should not do.
+    provider.reset = _drop
+    # Stock's own function, without the wrappers of other guards.
+    load = inspect.unwrap(server.ModelProvider._load)
     try:
-        inspect.unwrap(server.ModelProvider._load)(
-            provider, os.devnull
-        )  # stock's own, beneath what others have wrapped
+        load(provider, os.devnull)
     except _Dropped:
         return
-    except (OSError, ValueError):  # it was about to open /dev/null/config.json
+    # Stock tried to open /dev/null/config.json.
+    except (OSError, ValueError):
         if provider.model_key == former:
             raise Retired("a load that fails leaves the loaded model") from None
     except Exception as error:
@@ -66,7 +76,7 @@ def apply(server: Any) -> None:
 
 
 class _Checking:
-    """Around `generate`, in the handler's thread: what is raised here is answered to this request alone."""
+    """Wraps `generate`, in the handler's thread: an exception here fails this request alone."""
 
     def __init__(self, description: type) -> None:
         self.description = description
@@ -97,7 +107,8 @@ class _Checking:
         if provider.model_key is None and key == model_names.default_key(
             provider, self.description
         ):
-            return  # it is being loaded, or there is nothing to lose
+            # That model is being loaded, or no loaded model can be lost.
+            return
         _check_files(provider, key)
 
 
@@ -117,7 +128,7 @@ def _check_files(provider: Any, key: model_names.Key) -> None:
 
 
 def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """In the generation thread, within stock's try: what is raised here goes to the request that named the model."""
+    """In the generation thread; stock gives an exception to the request that named the model."""
     former = instance.model_key
     try:
         return wrapped(*args, **kwargs)
@@ -129,26 +140,26 @@ def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _restore(provider: Any, former: model_names.Key, error: BaseException) -> None:
-    """Load the former model again. Where that fails too, nothing is loaded, as with stock, and a later request may try."""
+    """Load the former model again.
+
+    Where that fails too, no model is loaded, as with stock; a later request may load one.
+    """
     _release(error)
-    provider.model_key = None  # 0.32 fails with it set where only the processor cannot be made
+    # 0.32 leaves it set, and then fails, where only the processor cannot be made.
+    provider.model_key = None
+    name = model_names.quote_name(former[0])
     try:
-        provider._load(
-            *former
-        )  # with all that is wrapped around it: whoever watches loads sees this one
+        # With all wrappers, so that the engine sees this load.
+        provider._load(*former)
     except Exception as again:
         _release(again)
-        report.line(
-            f"the model {model_names.quote_name(former[0])} could not be loaded again, no model is loaded: {again!r}"
-        )
+        report.line(f"the model {name} could not be loaded again, no model is loaded: {again!r}")
     else:
-        report.line(
-            f"the model {model_names.quote_name(former[0])} is loaded again: what a request named could not be"
-        )
+        report.line(f"the model {name} is loaded again: what a request named could not be")
 
 
 def _release(error: BaseException | None) -> None:
-    """Let go of what the frames of a failed load hold: weights, and there may be no room for two models."""
+    """Free the weights that the frames of a failed load hold: two models may not fit."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,8 +1,8 @@
-"""`/v1/models` is an empty 200 where there is no Hugging Face cache folder, or where it cannot be read.
+"""`/v1/models` answers 200 with no body where the Hugging Face cache is missing or unreadable.
 
-Stock sends the headers first and then scans that folder, which raises: a client finds no JSON, the log a traceback. A
-machine that serves a model from a path of its own has no such folder. Here what cannot be scanned has no models in it:
-the list is what else there is, the model that is served.
+Stock sends the headers and then scans that folder. The scan raises: the client gets no JSON, and
+the log a traceback. A machine that serves a model from a path of its own has no such folder. Here
+a scan that fails counts as one that found no models: the list has only the model that is served.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from ..probing.dry_run import Anything
 UPSTREAM = "mlx-lm 632"
 MODULE = "mlx_lm.server"
 
+# Different reasons that are reported: clients ask again and again.
+MOST_REASONS = 10
+
 
 def probe(server: Any) -> None:
     """Have stock list its models while the scan fails."""
@@ -35,7 +38,8 @@ def probe(server: Any) -> None:
     def scan_cache_dir(*args: Any, **kwargs: Any) -> Any:
         raise OSError
 
-    with contextlib.suppress(Exception):  # only a body tells that there is nothing to guard
+    # Only an answer with a body shows that stock does not have the defect.
+    with contextlib.suppress(Exception):
         dry_run.of(server.APIHandler.handle_models_request, scan_cache_dir=scan_cache_dir)(handler)
     if out.getvalue():
         raise Retired("a scan that fails leaves an answer with a body")
@@ -46,6 +50,8 @@ def apply(server: Any) -> None:
 
 
 class _Scan:
+    """Wraps the scan: where it fails stock gets an empty result, and the reason is told once."""
+
     def __init__(self) -> None:
         self.said: set[str] = set()
 
@@ -54,7 +60,7 @@ class _Scan:
             return wrapped(*args, **kwargs)
         except Exception as error:
             why = f"/v1/models lists nothing of the Hugging Face cache: {report.one_line(error)}"
-            if why not in self.said and len(self.said) < 10:  # noqa: PLR2004 - clients ask again and again
+            if why not in self.said and len(self.said) < MOST_REASONS:
                 self.said.add(why)
                 report.line(why)
             return types.SimpleNamespace(repos=frozenset())

@@ -1,9 +1,12 @@
-"""A handler waits for ever on the queue of its response: for an engine that is dead, or without any limit at all.
+"""A handler waits forever for its response: on a dead engine, or with no time limit.
 
-mlx-lm 0.31.3 waits without a timeout; 0.32 wakes once a second but only asks whether the generation thread lives. Here
-a waiter also looks at what the shim knows, at least once a second: it ends when the engine is dead or dying, and at
-MLX_SHIM_REQUEST_TIMEOUT, which stops that request alone. New requests are not let into a dead engine, and an orderly
-stop leaves nobody without a word.
+mlx-lm 0.31.3 waits without a timeout. 0.32 wakes once a second, but asks only whether the
+generation thread lives. Here a waiting handler also asks the shim, at least once a second. Its
+wait ends when the engine is dead or dying. It also ends at MLX_SHIM_REQUEST_TIMEOUT, which stops
+that request alone.
+
+A dead engine takes no new requests. After an orderly stop every client that still waits gets an
+error.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ UPSTREAM = "mlx-lm 1505, 1598, 1834"
 MODULE = "mlx_lm.server"
 LIVES_BY = {
     "deliveries": facts.NEEDED,
-    "stops": "after an orderly stop who still waits is told within a second, or cut",
-    "loads": "MLX_SHIM_WHILE_LOADING=reject tells nobody",
+    "stops": "after an orderly stop a client that still waits is told within a second, or cut off",
+    "loads": "MLX_SHIM_WHILE_LOADING=reject refuses no request",
 }
 
 
@@ -35,7 +38,8 @@ def probe(server: Any) -> None:
 def apply(server: Any) -> None:
     queues.checks.append(_check)
     queues.admissions.append(_refuse)
-    # Outside the guards that look at the models a request names: who is refused must not have one downloaded first.
+    # Outside the guards that check the models a request names: a request that is refused must not
+    # have a model downloaded first.
     patch.try_wrap(server, "ResponseGenerator.generate", _generate)
     patch.try_wrap(server, "ResponseGenerator.stop_and_join", _stop_and_join)
 
@@ -70,7 +74,7 @@ def _refuse_if_over() -> None:
 
 
 def _stop_and_join(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """After the orderly stop nothing more is generated: those who still wait are told before the process ends."""
+    """After an orderly stop nothing is generated any more: tell the clients that still wait."""
     result = wrapped(*args, **kwargs)
     if instance is engine.generator:
         engine.fail_waiting(errors.shutting_down())

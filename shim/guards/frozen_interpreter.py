@@ -1,8 +1,9 @@
-"""The interpreter itself stands still: native code holds the GIL and no Python thread, the watchdog included, runs.
+"""The interpreter stands still: native code holds the GIL, and no Python thread runs.
 
-Only a C thread can act then. Here faulthandler's, armed for MLX_SHIM_GIL_DEADLINE and re-armed by the watchdog, dumps all
-stacks and ends the process with status 1. There is one such timer in a process; where the program uses it itself,
-it stays the program's.
+The watchdog does not run either: only a C thread can act then. Here the watchdog arms
+faulthandler's timer for MLX_SHIM_GIL_DEADLINE, and arms it again as long as Python runs. When the
+time is over, faulthandler dumps all stacks and ends the process with status 1. A process has one
+such timer: a program that uses it itself keeps it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ UPSTREAM = "mlx-lm 1834; no upstream issue names the GIL"
 MODULE = "mlx_lm.server"
 SETTINGS = ("gil_deadline",)
 
+# When the timer was last armed, by time.monotonic; 0 where it is not.
 _armed_at = 0.0
-_ours = 0  # the thread whose call to faulthandler is our own, while it makes one
+# The thread that calls faulthandler for the shim, while it does so.
+_ours = 0
+# Whether the program uses the timer itself.
 _foreign = False
 
 
@@ -32,20 +36,19 @@ def probe(server: Any) -> None:
 
 
 def apply(server: Any) -> None:
-    patch.wrap(faulthandler, "dump_traceback_later", _somebody_arms)
-    patch.wrap(faulthandler, "cancel_dump_traceback_later", _somebody_cancels)
+    patch.wrap(faulthandler, "dump_traceback_later", _program_arms)
+    patch.wrap(faulthandler, "cancel_dump_traceback_later", _program_cancels)
     watchdog.add(_rearm)
 
 
 def _rearm() -> None:
-    """Called by the watchdog. Re-arming starts a thread (50 µs), so not at every look."""
+    """Called by the watchdog. Re-arming starts a thread (50 µs), so not every call does it."""
     global _armed_at
     deadline = settings.current.gil_deadline
     if _foreign:
         return
-    if (
-        engine.stopping and not engine.draining
-    ):  # a drain ends by itself, unless the interpreter stands still
+    # A drain stays watched: it ends by itself, unless the interpreter stands still.
+    if engine.stopping and not engine.draining:
         if _armed_at:
             _armed_at = 0.0
             _call(faulthandler.cancel_dump_traceback_later)
@@ -65,21 +68,23 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> None:
         _ours = 0
 
 
-def _somebody_arms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def _program_arms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     global _foreign
     if _ours != threading.get_ident() and not _foreign:
         _foreign = True
         report.line(
-            "the program uses faulthandler.dump_traceback_later itself: MLX_SHIM_GIL_DEADLINE is not watched"
+            "the program uses faulthandler.dump_traceback_later itself: "
+            "MLX_SHIM_GIL_DEADLINE is not watched"
         )
     return wrapped(*args, **kwargs)
 
 
-def _somebody_cancels(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def _program_cancels(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     global _foreign
     if _ours != threading.get_ident() and _foreign:
         _foreign = False
         report.line(
-            "the program has given faulthandler's timer back: MLX_SHIM_GIL_DEADLINE is watched again"
+            "the program has given faulthandler's timer back: "
+            "MLX_SHIM_GIL_DEADLINE is watched again"
         )
     return wrapped(*args, **kwargs)

@@ -1,13 +1,16 @@
-"""The generation thread dies and the process stays, a zombie: the port answers, nothing is ever generated.
+"""The generation thread dies and the process stays: it answers, but generates nothing.
 
-mlx-lm 0.31.3 runs `_generate` as the thread's target, so threading.excepthook sees the death; from 0.32 a wrapper
-swallows the exception and sets a flag. Either way the process never exits, and no supervisor restarts it. Here the
-process ends: with 78 where the model of --model is known never to have come up, so that a supervisor can tell a typing
-error from a crash, else with 70.
+mlx-lm 0.31.3 runs `_generate` as the thread's target, so threading.excepthook sees the death.
+From 0.32 on a wrapper catches the exception and sets a flag. In both the process never exits, and
+no supervisor restarts it. Here the process ends. The status is 78 where the model of --model
+never loaded, so that a supervisor can tell a typing error from a crash, and 70 otherwise.
 
-A death is seen in four ways, each of which needs less of stock than the one before: by a wrapper around the loop, in
-the dying thread; by threading.excepthook, for the thread that a generator started; likewise for any thread
-that was started for the loop's function; and by the watchdog, for a generation thread that is gone.
+The guard sees a death in four ways. Each needs less of stock than the one before:
+
+* a wrapper around the loop, in the dying thread;
+* threading.excepthook, for the thread that a generator started;
+* threading.excepthook, for any thread that was started for the loop's function;
+* the watchdog, for a generation thread that is gone.
 """
 
 from __future__ import annotations
@@ -24,17 +27,17 @@ from ..engine.state import engine
 UPSTREAM = "mlx-lm 1505, 1514, 1791, 1909"
 MODULE = "mlx_lm.server"
 LIVES_BY = {
-    "asked to stop": "a generation thread that ends is a death while the server accepts connections",
+    "asked to stop": "a thread that ends counts as a death while the server accepts connections",
     ("boot", "turns"): "a model that cannot be loaded at start ends it with 70, not 78",
 }
 
-# The functions within which the loop runs, innermost first.
+# Stock's functions in which the loop runs, innermost first.
 LOOPS = ("ResponseGenerator._generate", "ResponseGenerator._run_generate")
 _NAMES = tuple(path.rpartition(".")[2] for path in LOOPS)
 
 
 def probe(server: Any) -> str:
-    """Have a copy of stock's loop die, and see which way tells of it. Returns what is lost, if anything is."""
+    """Let a copy of stock's loop die, and see which way notices. Returns what is lost."""
     told: list[str] = []
 
     def looping(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -44,14 +47,12 @@ def probe(server: Any) -> str:
             told.append("loop")
             return None
 
-    died = trial.deaths(
+    died = trial.try_death(
         server, lambda copy: _wrap_loops(copy, looping), lambda _: told.append("hook")
     )
     if told or not died:
         return ""
-    return (
-        "in a trial only the watchdog saw the death: it is told within a second, without its reason"
-    )
+    return "in a trial only the watchdog saw the death: told within a second, without its reason"
 
 
 def apply(server: Any) -> None:
@@ -70,13 +71,17 @@ def _watch_loop(server: Any) -> None:
 
 
 def _looping(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around the thread's whole life. Ends the process here, in that thread, whoever catches what outside."""
+    """Runs around the loop for the thread's whole life, and ends the process in that thread.
+
+    It does so here, inside stock's functions: what stock catches outside makes no difference.
+    """
     engine.attach(instance)
     try:
         result = wrapped(*args, **kwargs)
     except BaseException as error:
         if anatomy.is_asked_to_stop(instance):
-            raise  # an orderly stop is under way: what goes wrong in it is the stock server's to show
+            # During an orderly stop stock shows what goes wrong.
+            raise
         _die(error)
     if _is_no_stop(instance):
         _die(None)
@@ -84,11 +89,15 @@ def _looping(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_no_stop(generator: Any) -> bool:
-    """Whether a loop that ends was not asked to. Where that cannot be seen: whether connections are still accepted."""
+    """Whether a loop ended without being asked to.
+
+    Where that cannot be seen: whether the server still accepts connections.
+    """
     if anatomy.is_asked_to_stop(generator):
         return False
     if not anatomy.is_stock(generator) and anatomy.read(generator, "_generation_failed") is False:
-        return False  # a loop of a program's own, which has ended as the program likes: stock caught nothing
+        # A program's own loop, which ends as the program likes: stock caught nothing.
+        return False
     return facts.has("asked to stop") or anatomy.is_serving()
 
 
@@ -106,8 +115,12 @@ class _Hook:
 
 
 def _is_generation(args: Any) -> bool:
-    """By identity, then by stock's own frames. Never by the thread's name: other programs use those names too."""
-    thread = args.thread  # None where a program calls the hook itself
+    """Whether the thread that died generated: by its identity, then by stock's frames.
+
+    Never by the thread's name: other programs use those names too.
+    """
+    # None where a program calls the hook itself.
+    thread = args.thread
     generation = [engine.generating, *map(anatomy.thread_of, engine.living())]
     if thread is not None and any(thread is known for known in generation):
         return True
@@ -119,15 +132,15 @@ def _is_generation(args: Any) -> bool:
 
 
 def _first_code(trace: Any) -> Any:
-    """The code that a thread was started for: the first of its frames that is not threading's or a wrapper's."""
+    """The code that a thread was started for: its first frame outside threading and wrappers."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(trace)]
     return next((code for code in codes if not anatomy.is_passed(code.co_filename)), None)
 
 
 def _look() -> None:
-    """Called by the watchdog: a generation thread that is gone, whatever ended it.
+    """Called by the watchdog: look for a generation thread that is gone, whatever ended it.
 
-    Of stock's own class only: a loop of a program's own may end, and be asked to, as the program likes.
+    Only for stock's own class: the loop of a program's own class may end as the program likes.
     """
     if engine.closing:
         return
@@ -140,41 +153,33 @@ def _look() -> None:
 
 
 def _die(error: BaseException | None, show: Any = None) -> NoReturn:
-    what = (
-        "its loop returned"
-        if error is None
-        else f"{type(error).__name__}: {report.one_line(error)}"
-    )
-    if engine.draining and engine.rank:  # all were asked to stop, and rank 0 has gone first
-        fatal.exit_orderly(
-            fatal.STOPPED, f"rank {engine.rank} has nobody left to work with: {what}"
-        )
-    never_up = engine.booting or (not facts.has("boot") and facts.has("turns") and not engine.up)
+    what = "its loop returned"
+    if error is not None:
+        what = f"{type(error).__name__}: {report.one_line(error)}"
+    # All ranks were asked to stop, and rank 0 ended first.
+    if engine.draining and engine.rank:
+        why = f"rank {engine.rank} has no other rank left to work with: {what}"
+        fatal.exit_orderly(fatal.STOPPED, why)
+    status, reason = fatal.EX_SOFTWARE, f"the generation thread died: {what}"
     if engine.proving is not None:
         status, reason = fatal.EX_CONFIG, engine.proving(what)
-    elif never_up:
-        status, reason = (
-            fatal.EX_CONFIG,
-            f"the model {engine.model_name} could not be loaded: {what}",
-        )
-    else:
-        status, reason = fatal.EX_SOFTWARE, f"the generation thread died: {what}"
+    elif engine.booting or (not facts.has("boot") and facts.has("turns") and not engine.up):
+        status = fatal.EX_CONFIG
+        reason = f"the model {engine.model_name} could not be loaded: {what}"
     if show is None and error is not None:
         show = lambda: _show(error)  # noqa: E731
     fatal.die(status, reason, show, error)
 
 
 def _show(error: BaseException) -> None:
-    """The traceback, through whichever hook is in place by now (a crash reporter's, say), as if nobody had caught it."""
-    if isinstance(error, SystemExit):  # which the hooks pass over in silence
+    """Show the traceback by the current hook, a crash reporter's for example, as if uncaught."""
+    # Hooks ignore it.
+    if isinstance(error, SystemExit):
         traceback.print_exception(error)
         return
+    died = (type(error), error, error.__traceback__, threading.current_thread())
     try:
-        threading.excepthook(
-            threading.ExceptHookArgs(
-                (type(error), error, error.__traceback__, threading.current_thread())
-            )
-        )
+        threading.excepthook(threading.ExceptHookArgs(died))
     except BaseException as broken:
         report.line(f"threading.excepthook itself failed: {broken!r}")
         traceback.print_exception(error)

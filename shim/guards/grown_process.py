@@ -1,8 +1,9 @@
-"""A process that has served for long has grown, and nobody replaces it before the system does.
+"""A process that has served for long has grown, and it stays until the system ends it.
 
-Here, where a limit of MLX_SHIM_RECYCLE_* is set and reached, the process ends with 75 once it is idle, or, at twice the
-limit, after a drain; its supervisor starts a fresh one. Each process has its limits up to a tenth higher, drawn at its
-start: several do not end together. What it had grown is said, so that one can judge whether this was needed.
+Here MLX_SHIM_RECYCLE_* set limits. A process that reaches one ends with 75 as soon as it is idle;
+at twice the limit it drains and ends. Its supervisor starts a fresh process. Each process raises
+its limits by up to a tenth, drawn at its start, so that several processes do not end together.
+The process says how much it has grown, which shows whether the limit was needed.
 """
 
 from __future__ import annotations
@@ -27,15 +28,21 @@ LIVES_BY = {
     "deliveries": "requests and tokens are not counted, nor seen to be in flight",
 }
 
-EVERY = 1.0  # seconds between two looks
+LOOK_INTERVAL = 1.0  # seconds
+# The share of a limit by which it is raised at most, so that processes do not end together.
 JITTER = 0.1
-TWICE = 2  # times the limit: it no longer waits for an idle moment
+# At this many times a limit the process no longer waits until it is idle.
+OVERDUE = 2
 
 
 def probe(server: Any) -> None:
     require(
-        server, "ResponseGenerator._next_request", "mx.get_active_memory", "mx.get_cache_memory", "mx.clear_cache",
-    )  # fmt: skip
+        server,
+        "ResponseGenerator._next_request",
+        "mx.get_active_memory",
+        "mx.get_cache_memory",
+        "mx.clear_cache",
+    )
 
 
 def apply(server: Any) -> None:
@@ -48,7 +55,7 @@ def apply(server: Any) -> None:
 
 @dataclass(frozen=True)
 class Limit:
-    """One of the settings, as drawn for this process."""
+    """One of the settings, with the value drawn for this process."""
 
     setting: str
     value: float
@@ -84,33 +91,34 @@ class _Recycling:
         self._mx = mx
         self._limits = limits
         self._looked = 0.0
+        # Whether the footprint with the model loaded is known.
         self._begun = False
-        self._at_start = 0  # the footprint with the model up
+        # That footprint, in bytes.
+        self._at_start = 0
 
     def __call__(self) -> None:
         now = time.monotonic()
-        if now - self._looked < EVERY or not self._begun or engine.closing or engine.rank:
+        if now - self._looked < LOOK_INTERVAL or not self._begun or engine.closing or engine.rank:
             return
         self._looked = now
         try:
             self._look()
-        except OSError as error:  # as without a file descriptor left: the next look may tell
+        # No free file descriptor, for example: the next look may work.
+        except OSError as error:
             report.once(f"recycling: the footprint cannot be read: {error!r}")
 
     def _look(self) -> None:
         for limit in self._limits:
             figure = limit.read()
-            if figure >= limit.value and (_is_idle() or figure >= TWICE * limit.value):
+            if figure >= limit.value and (_is_idle() or figure >= OVERDUE * limit.value):
                 self._recycle(limit, figure)
                 return
 
     def next_request(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        """In the generation loop, first with the model up and nothing in the batch: later a burst would be taken for it."""
+        """Read the footprint in the first turn of the generation loop: no request is in it yet."""
         if not self._begun:
-            try:
+            with report.contained("recycling: the footprint cannot be read", tell=report.line):
                 self._begin()
-            except Exception as error:  # here it would be a death
-                report.line(f"recycling: the footprint cannot be read: {error!r}")
             self._begun = True
         return wrapped(*args, **kwargs)
 
@@ -118,21 +126,23 @@ class _Recycling:
         self._at_start = memory.at_rest(self._mx).footprint
         for limit in list(self._limits):
             if limit.read is footprint and self._at_start >= limit.value:
-                self._limits.remove(
-                    limit
-                )  # else it would be started again and again, and never serve
+                # Else the process would be replaced again and again, and never serve.
+                self._limits.remove(limit)
                 report.line(
-                    f"{limit.setting} is left out: with its model up the process has {limit.show(self._at_start)} already"
+                    f"{limit.setting} is ignored: with its model loaded the process already has "
+                    f"{limit.show(self._at_start)}"
                 )
 
     def _recycle(self, limit: Limit, figure: float) -> None:
         before, after = self._at_start, _held()
+        now = format_bytes(after) if after else "not known"
         why = (
-            f"recycled at {limit.show(figure)}, {limit.setting} being {limit.show(limit.value)} in this process; "
-            f"its footprint was {format_bytes(before)} with the model up and is {format_bytes(after) if after else 'not known'}"
+            f"recycled at {limit.show(figure)}, {limit.setting} being {limit.show(limit.value)} "
+            f"in this process; its footprint was {format_bytes(before)} with the model up and is "
+            f"{now}"
         )
         grown = {"footprint_model_up": before, "footprint": after, "limit": limit.setting}
-        facts = (fatal.gathered(why) or {}) | {
+        facts = (fatal.gather_facts(why) or {}) | {
             "recycled": grown | {"value": limit.value, "figure": figure}
         }
         drain.ask(drain.Order(why, fatal.EX_TEMPFAIL, facts))
@@ -141,7 +151,8 @@ class _Recycling:
 def _held() -> int | None:
     try:
         return footprint()
-    except OSError:  # as without a file descriptor left, which is a reason to be recycled
+    # No free file descriptor, for example: one more reason to be replaced.
+    except OSError:
         return None
 
 

@@ -1,8 +1,8 @@
-"""MLX keeps the memory of freed arrays for the next ones, as much as there ever was of it, and nothing bounds that.
+"""MLX keeps the memory of freed arrays for later arrays, without a limit on how much it keeps.
 
-Here MLX_SHIM_CACHE_LIMIT and MLX_SHIM_MEMORY_LIMIT go to `mx.set_cache_limit` and `mx.set_memory_limit` before the first
-model is loaded. The first bounds what is kept. The second is a guideline: above it MLX gives back what it has kept
-before it takes more, and takes more all the same.
+Here MLX_SHIM_CACHE_LIMIT and MLX_SHIM_MEMORY_LIMIT are given to `mx.set_cache_limit` and
+`mx.set_memory_limit` before the first model is loaded. The first limits what MLX keeps. The
+second is a guideline: above it MLX first gives back what it keeps, and then still takes more.
 """
 
 from __future__ import annotations
@@ -26,20 +26,16 @@ def apply(server: Any) -> None:
 
     def starts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         for name, size in wanted.items():
-            try:
-                before = getattr(server.mx, name)(size)
-                report.once(
-                    f"mx.{name} is {memory.format_bytes(size)}, it was {memory.format_bytes(before)}"
-                )
-            except Exception as error:  # the server starts all the same
-                report.line(f"mx.{name}({size}) failed: {error!r}")
+            with report.contained(f"mx.{name}({size}) failed", tell=report.line):
+                before = memory.format_bytes(getattr(server.mx, name)(size))
+                report.once(f"mx.{name} is {memory.format_bytes(size)}, it was {before}")
         return wrapped(*args, **kwargs)
 
     patch.wrap(server, "ResponseGenerator.__init__", starts)
 
 
 def _wanted() -> dict[str, int]:
-    """Bytes, by the function of mlx.core that takes them; 0 is a limit as well."""
+    """The limits that are set, in bytes, by the function of mlx.core for each; 0 is a limit too."""
     limits = {
         "set_memory_limit": settings.current.memory_limit,
         "set_cache_limit": settings.current.cache_limit,

@@ -1,9 +1,12 @@
-"""Every `ArraysCache.advance` leaks a buffer, and Metal dies at 499,000 of them, memory flat.
+"""Every `ArraysCache.advance` leaks a buffer, and Metal fails at 499,000 buffers.
 
-`advance(N)` rebinds `lengths` and `left_padding` to a lazy `x - N`, whose scalar operand owns a buffer. Decode evaluates
-the mask of one linear-attention layer; in every other one the chain grows by a live buffer a token, so a model with 48
-of them dies after about 10,617 tokens of one completion. Here `advance` moves Python integers, one for each field
-(models read `lengths` in every layer and step: with a shared one, reading it would fold the other).
+Active memory hardly grows meanwhile. `advance(N)` sets `lengths` and `left_padding` to a lazy
+difference, whose scalar operand N owns a buffer. Decode evaluates the mask of one
+linear-attention layer. In every other such layer the chain grows by a live buffer a token: a
+model with 48 of them dies after about 10,617 tokens of one completion.
+
+Here `advance` adds to Python integers, one for each field. The fields do not share one: models
+read `lengths` in every layer and step, and each read would then also settle `left_padding`.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ UPSTREAM = "mlx-lm 1845, 1632, 1641, 1642"
 MODULE = "mlx_lm.models.cache"
 
 FIELDS = ("left_padding", "lengths")
-_PROBES = 8  # calls of advance
+# Calls of advance that the probe makes.
+_PROBES = 8
 
 
 def probe(cache: Any) -> None:
-    """A few advances on a fresh cache, and whether active memory grew. Nothing is evaluated for it."""
+    """Advance a fresh cache, and see whether active memory grows. Nothing is evaluated."""
     require(
         cache,
         "ArraysCache.advance",
@@ -43,7 +47,8 @@ def probe(cache: Any) -> None:
         raise Retired(f"{_PROBES} calls of advance hold no memory")
     if grown < _PROBES:
         raise Incompatible(
-            f"active memory changed by {grown} bytes in {_PROBES} calls of advance: that tells nothing"
+            f"active memory changed by {grown} bytes in {_PROBES} calls of advance: "
+            "that tells nothing"
         )
 
 
@@ -55,9 +60,11 @@ def apply(cache: Any) -> None:
 
 
 def _advance(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    # Once a token and layer: no patch.given, which takes longer.
     n = args[0] if args else kwargs.get("N")
     if type(n) is not int:
-        return wrapped(*args, **kwargs)  # an array: stock's own subtraction, through the fields
+        # An array: stock's own subtraction, through the fields.
+        return wrapped(*args, **kwargs)
     for name in FIELDS:
         getattr(type(instance), name).move(instance, -n)
     return None

@@ -1,8 +1,9 @@
 """`BatchKVCache.offset` leaks a buffer a token in every attention layer without rotary positions.
 
-Each update rebinds `offset` to a lazy `offset + n`. Rotary layers evaluate it in every step; layers without positional
-encoding (nemotron_h, kimi_linear, kimi_k3) never do, and the chain grows as that of ArraysCache.advance does. Upstream
-guards BatchRotatingKVCache against it (960), not this class. Here an update moves a Python integer.
+Each update sets `offset` to a lazy `offset + n`. Layers with rotary positions evaluate it in
+every step. Layers without positional encoding (nemotron_h, kimi_linear, kimi_k3) never do, and
+the chain grows as that of ArraysCache.advance does. Upstream fixed it for BatchRotatingKVCache
+(960), not for this class. Here an update adds to a Python integer.
 """
 
 from __future__ import annotations
@@ -16,11 +17,17 @@ from ..models import deferred_offset
 UPSTREAM = "no issue known; mlx-lm 960 is the same for BatchRotatingKVCache"
 MODULE = "mlx_lm.models.cache"
 
-_PROBES = 8  # updates
+# Updates that the probe makes.
+_PROBES = 8
+# The number `offset` itself takes this much.
+_NUMBER_SIZE = 4  # bytes
 
 
 def probe(cache: Any) -> None:
-    """A few updates on a fresh cache: whether `offset` still holds the memory of those before. Nothing is evaluated."""
+    """Update a fresh cache, and see whether `offset` holds the memory of earlier updates.
+
+    Nothing is evaluated.
+    """
     require(
         cache,
         "BatchKVCache.update_and_fetch",
@@ -44,7 +51,7 @@ def probe(cache: Any) -> None:
     with_chain = mx.get_active_memory()
     fresh.offset = None
     held = with_chain - mx.get_active_memory()
-    if held <= 4:  # noqa: PLR2004 - the bytes of the one number itself
+    if held <= _NUMBER_SIZE:
         raise Retired(f"after {_PROBES} updates offset holds {held} bytes")
 
 
@@ -56,7 +63,7 @@ def apply(cache: Any) -> None:
 
 
 def _update_and_fetch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Let stock add to a plain 0, and move the array by the outcome."""
+    """Let stock add to a plain 0, and move the array by the result."""
     field = type(instance).offset
     own = instance.__dict__
     array, moved = own.get(field.array), own.get(field.moved, 0)

@@ -1,8 +1,9 @@
-"""The prompt cache of a model that went stays in memory beside the one that came.
+"""After a switch of models the prompt cache of the former model stays in memory.
 
-No request can use it until that model is loaded again; it goes when so many others have been inserted, or the bytes of
-a limit. Here it is dropped before the other model is loaded, which then finds the room. A load that fails, or a model
-that is loaded again later, finds no cache: prompts are computed anew. Names of one model are no switch (needless_reload).
+No request can use it until the former model is loaded again. Stock drops it only when enough
+other entries were inserted, or by a limit in bytes. Here it is dropped before the other model is
+loaded, which then finds the room. After a load that fails, or when a former model is loaded
+again, prompts are computed again. Two names of the same model are not a switch (needless_reload).
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ MODULE = "mlx_lm.server"
 
 
 def probe(server: Any) -> None:
-    """See whether an entry of the first model is there when the second has been loaded."""
+    """See whether an entry of the first model is left when the second has been loaded."""
     require(
-        server, "LRUPromptCache.insert_cache(model, tokens, prompt_cache)", "LRUPromptCache.trim_to",
-        "ResponseGenerator._generate", "ModelProvider._load(model_path, adapter_path, draft_model_path)",
-    )  # fmt: skip
+        server,
+        "LRUPromptCache.insert_cache(model, tokens, prompt_cache)",
+        "LRUPromptCache.trim_to",
+        "ResponseGenerator._generate",
+        "ModelProvider._load(model_path, adapter_path, draft_model_path)",
+    )
     entries = server.LRUPromptCache()
     entry = SimpleNamespace(nbytes=1, is_trimmable=lambda: False)
     inspect.unwrap(server.LRUPromptCache.insert_cache)(entries, ("first", None, None), [1], [entry])
@@ -47,16 +51,14 @@ def apply(server: Any) -> None:
 
 
 def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """All entries are of the model that is loaded, since those of others went when it came."""
+    """Drop all entries: they all belong to the loaded model, as each load dropped those before."""
     key = model_names.key_of(args, kwargs)
-    # In another thread, of a program that loads models itself, the generation thread may be at those very entries.
+    # A program may load models in a thread of its own while the generation thread uses the entries.
     ours = engine.provider is instance
     ours = ours and threading.current_thread() is engine.generation_thread
     if ours and instance.model_key is not None and instance.model_key != key:
-        try:
+        with report.contained("the prompt cache of the former model stays", tell=report.line):
             engine.prompt_cache.trim_to(n_sequences=0)
-        except Exception as error:
-            report.line(f"the prompt cache of the former model stays: {error!r}")
     return wrapped(*args, **kwargs)
 
 

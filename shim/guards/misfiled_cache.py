@@ -1,8 +1,9 @@
-"""Beside a draft model an entry of the prompt cache lacks the last token that its key names: later answers are wrong.
+"""With a draft model a prompt cache entry lacks the last token of its key: later answers are wrong.
 
-Stock files the caches under prompt and completion, while they hold a token or more less; what is trimmed by the length of
-the key is then out of step with the text, and a model says something else than it would. Here the key is cut to what
-the caches hold. (The draft model's own may lag further: that costs guesses, not tokens.)
+Stock files the caches under the whole prompt and completion, but they hold at least one token
+less. Stock then trims them by the length of the key, they no longer match the text, and the model
+gives another answer than it should. Here the key is cut to the tokens that the caches hold. (The
+draft model's own caches may lag further behind: that costs guesses, not tokens.)
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ MODULE = "mlx_lm.models.cache"
 
 
 def probe(cache: Any) -> None:
-    """Without a draft model nothing can be tried; where the defect is cured, no key is longer than its caches."""
+    """Look at the names only: without a draft model the defect cannot be tried.
+
+    In a release that has cured it, no key is longer than its caches, and the guard changes nothing.
+    """
     require(cache, "LRUPromptCache.insert_cache(model, tokens, prompt_cache)")
 
 
@@ -33,6 +37,6 @@ def _insert(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _held(caches: Any, length: int) -> int:
-    """Tokens in the longest of the caches, which is the model's own; `length` where none counts its tokens."""
+    """The tokens in the longest cache, the model's own; `length` if no cache counts its tokens."""
     offsets = [layer.offset for layer in caches if type(getattr(layer, "offset", None)) is int]
     return min(length, max(offsets, default=0) or length)

@@ -1,7 +1,7 @@
-"""A stream asked for with `stream_options` that do not name `include_usage` is cut at its end.
+"""A stream whose `stream_options` do not name `include_usage` is cut off at its end.
 
-After the last token stock reads `stream_options["include_usage"]`: KeyError, no [DONE]. Here an absent `include_usage`
-means false, as in OpenAI's API.
+After the last token stock reads `stream_options["include_usage"]`: it raises KeyError, and the
+stream ends without [DONE]. Here an absent `include_usage` means false, as in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ def probe(server: Any) -> None:
     require(server, "APIHandler.handle_completion")
     out = io.BytesIO()
     handler = Anything(
-        wfile=out, stream=True, stream_options={}, generate_response=lambda *_, **__: {},
+        wfile=out,
+        stream=True,
+        stream_options={},
+        generate_response=lambda *_, **__: {},
         response_generator=Anything(generate=lambda *_, **__: (Anything(), ())),
-    )  # fmt: skip
-    # Whatever goes wrong in it: only an answer that is seen to be complete tells that there is nothing to guard.
+    )
+    # Any exception means that the guard is needed: only a complete answer shows that it is not.
     with contextlib.suppress(Exception):
         dry_run.of(server.APIHandler.handle_completion, logging=Anything())(handler, Anything(), [])
     if b"[DONE]" in out.getvalue():

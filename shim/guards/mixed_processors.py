@@ -1,9 +1,11 @@
-"""A batch that mixes requests with and without penalties or a logit bias kills the generation thread (mlx-lm 0.31.3).
+"""A batch of requests with and without penalties kills the generation thread (mlx-lm 0.31.3).
 
-Where no request of a batch has logits processors, `extend` writes None for each, and the next step iterates over it:
-"TypeError: 'NoneType' object is not iterable". And where none has any, `filter` leaves the list as long as it was, so
-that the processors of a request that joins later are applied to nobody, or to somebody else. Here both lists, of
-processors and of samplers, have one item a request whenever the batch has changed, and no None among the processors.
+A logit bias counts as a penalty here. If no request of a batch has logits processors, `extend`
+writes None for each request, and the next step iterates over it: "TypeError: 'NoneType' object is
+not iterable". In such a batch `filter` also does not shorten the list: the processors of a request
+that joins later are applied to no request, or to the wrong one. Here, after every change of the
+batch, both lists (processors and samplers) have one item for each request, and no processors are
+None.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ MODULE = "mlx_lm.generate"
 
 
 def probe(generate: Any) -> None:
-    """Extend an empty batch by one request without processors. No model is asked."""
+    """Extend an empty batch by one request without processors. No model is run."""
     require(
-        generate, "PromptProcessingBatch.empty", "PromptProcessingBatch.extend", "GenerationBatch.extend",
+        generate,
+        "PromptProcessingBatch.empty",
+        "PromptProcessingBatch.extend",
+        "GenerationBatch.extend",
         "GenerationBatch.filter",
-    )  # fmt: skip
+    )
     batch = generate.PromptProcessingBatch.empty(None, None)
     batch.extend(
         generate.PromptProcessingBatch(
@@ -44,7 +49,8 @@ def apply(generate: Any) -> None:
 
 def _change(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     for batch in (instance, *args, *kwargs.values()):
-        if hasattr(batch, "uids"):  # what `filter` is given is a list of places
+        # The argument of `extend` is a batch, that of `filter` a list of positions.
+        if hasattr(batch, "uids"):
             _complete(batch)
     result = wrapped(*args, **kwargs)
     _complete(instance)
@@ -52,7 +58,7 @@ def _change(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _complete(batch: Any) -> None:
-    """One item for each request in both lists."""
+    """Give both lists one item for each request."""
     requests = range(len(batch.uids))
     if any(batch.logits_processors or ()):
         batch.logits_processors = [processors or [] for processors in batch.logits_processors]

@@ -1,9 +1,9 @@
-"""The same model under another name empties the batch and loads the model again.
+"""A request that gives the loaded model another name waits, and has the model loaded again.
 
-Stock compares names: beside requests for `default_model`, one that gives the model's path, or its name in the hub,
-waits until all others are done, and then for the model to be loaded again. Here a name is exchanged, before the request
-is queued, for the one under which the same folder was loaded. What a request gets, and the `model` in its answer, stay
-the same.
+Stock compares names. While it serves requests for `default_model`, a request that gives the model's
+path, or its name in the hub, waits until all others are done, and then until the model is loaded
+again. Here the shim replaces the name, before the request is queued, by the name under which the
+same folder was loaded. The answer to a request, and the `model` in it, stay the same.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from ..core.verdicts import Retired, require
 from ..engine import anatomy
 from ..models import model_names
 
-UPSTREAM = "mlx-lm 98, settled for the very name that --model gives"
+UPSTREAM = "mlx-lm 98, solved only for the exact name that --model gives"
 MODULE = "mlx_lm.server"
 
 
 def probe(server: Any) -> None:
     require(
-        server, "ResponseGenerator.generate(request, generation_args)", "ModelDescription",
+        server,
+        "ResponseGenerator.generate(request, generation_args)",
+        "ModelDescription",
         "ModelProvider.load(model_path, adapter_path, draft_model_path)",
         "ModelProvider._load(model_path, adapter_path, draft_model_path)",
-    )  # fmt: skip
+    )
     here, there = (
         server.ModelDescription(model=name, draft=None, adapter=None) for name in ("/", "/.")
     )
@@ -38,28 +40,25 @@ def apply(server: Any) -> None:
 
 
 def _load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Note what the names stand for when they are loaded: a link may be given another target later."""
+    """Note which folders the names mean now: a link may get another target later."""
     key = model_names.key_of(args, kwargs)
     _note(instance, key)
     result = wrapped(*args, **kwargs)
-    if any(
-        isinstance(name, str) for name in instance._shim_loaded[1]
-    ):  # it has been downloaded meanwhile
+    # A name that was not a folder before has been downloaded meanwhile.
+    if any(isinstance(name, str) for name in instance._shim_loaded[1]):
         _note(instance, key)
     return result
 
 
 def _note(provider: Any, key: model_names.Key) -> None:
-    try:
+    stands_for = key
+    with report.contained("other names of the loaded model are not recognised", report.line):
         stands_for = model_names.identities(key)
-    except Exception as error:
-        report.line(f"what was loaded cannot be told from other names of it: {error!r}")
-        stands_for = key
     provider._shim_loaded = (key, stands_for)
 
 
 class _Naming:
-    """Around `generate`, in the handler's thread."""
+    """The wrapper of `generate`; it runs in the handler's thread."""
 
     def __init__(self, description: type) -> None:
         self.description = description
@@ -67,15 +66,13 @@ class _Naming:
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         named = model_names.described(args, kwargs)
         if named is not None:
-            arguments = args[1] if len(args) > 1 else kwargs["generation_args"]
-            try:
+            arguments = patch.given(wrapped, args, kwargs, "generation_args", 1)
+            with report.contained("a model's name is left as it is", report.debug):
                 arguments.model = self.rename(anatomy.provider_of(instance), named)
-            except Exception as error:  # stock then does with it what it does
-                report.debug(f"a model's name is left as it is: {error!r}")
         return wrapped(*args, **kwargs)
 
     def rename(self, provider: Any, named: Any) -> Any:
-        """A description that stock resolves to the same model, spelled as the others in the batch are."""
+        """A description that stock resolves to the same model, under the name that is in use."""
         key = model_names.resolve(provider, named)
         default = model_names.default_key(provider, self.description)
         if key is None:
@@ -92,7 +89,7 @@ class _Naming:
     def known_as(
         self, provider: Any, key: model_names.Key, default: model_names.Key | None
     ) -> model_names.Key:
-        """`key`, or what is loaded, or the default, where that names the same."""
+        """The key of what is loaded, or of the default, if it names the same; otherwise `key`."""
         noted: tuple[model_names.Key, model_names.Key] | None = getattr(
             provider, "_shim_loaded", None
         )

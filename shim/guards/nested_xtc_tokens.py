@@ -1,7 +1,7 @@
-"""XTC sampling kills the generation thread: its list of special tokens has a list in it (mlx-lm up to 0.31.3).
+"""XTC sampling kills the generation thread (mlx-lm up to 0.31.3).
 
-`_make_sampler` puts the tokens of a newline into it as a list, and no array takes that as an index. Here the list is
-flat, as it has been since 0.32.
+`_make_sampler` puts the tokens of a newline into the list of special tokens as a list, and an array
+does not take a nested list as an index. Here the list is flat, as it has been since 0.32.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from ..core.verdicts import Incompatible, Retired, require
 from ..probing import dry_run
 from ..probing.dry_run import Anything
 
-UPSTREAM = "no issue known; cured in mlx-lm 0.32.0"
+UPSTREAM = "no issue known; cured in release 0.32.0"
 MODULE = "mlx_lm.server"
 
 
 def probe(server: Any) -> None:
-    """See what stock's own function gives to make_sampler."""
+    """Look at the arguments with which stock's own function calls make_sampler."""
     require(server, "_make_sampler", "make_sampler")
     given: dict[str, Any] = {}
     make = dry_run.of(server._make_sampler, make_sampler=lambda *_, **named: given.update(named))

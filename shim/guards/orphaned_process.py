@@ -1,8 +1,10 @@
-"""The server is gone and its generation thread lives: a process that nobody can reach, and that never exits.
+"""The server ends, but its generation thread keeps the process alive: no client can reach it.
 
-The generation thread is started before the port is bound and is no daemon. With the port taken, stock raises OSError
-in main and then waits for that thread for ever. The model stays loaded, and no supervisor notices. Here the process ends
-when main does, whatever ended that: 71 where it could not listen, 0 where Ctrl-C asked for it, else 70.
+The generation thread is started before the port is bound, and it is not a daemon. If the port is
+taken, stock raises OSError in the main thread and then waits for the generation thread without end.
+The model stays loaded, and the supervisor does not notice. Here the process ends when the main
+thread ends, for whatever reason: with 71 if the server could not listen, with 0 after Ctrl-C,
+otherwise with 70.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from ..core.verdicts import Incompatible
 from ..engine import anatomy, fatal, watchdog
 from ..engine.state import engine
 
-UPSTREAM = "no issue known; the thread of mlx_lm/server.py is started in ResponseGenerator.__init__, before the bind"
+UPSTREAM = (
+    "no issue known; mlx_lm/server.py starts the thread in ResponseGenerator.__init__, before it "
+    "binds the port"
+)
 MODULE = "mlx_lm.server"
-
-
-LIVES_BY = {"starts": "a generator that no server ran for is found within a second, if it is found"}
+LIVES_BY = {"starts": "a generator for which no server ran is found within a second, or not at all"}
 
 
 def probe(server: Any) -> None:
@@ -36,7 +39,7 @@ def apply(server: Any) -> None:
 
 
 def _check() -> None:
-    """Called by the watchdog. Python has printed by then what ended main."""
+    """Called by the watchdog. Python has then printed the exception that ended the main thread."""
     if (
         engine.running
         or not _caller_is_over()
@@ -47,9 +50,8 @@ def _check() -> None:
     if isinstance(error, KeyboardInterrupt) or (
         isinstance(error, SystemExit) and error.code in (None, 0)
     ):
-        fatal.die(
-            fatal.STOPPED, "asked to end before the server could stop by itself"
-        )  # by Ctrl-C, or its own handler
+        # By Ctrl-C, or by a handler of the program.
+        fatal.die(fatal.STOPPED, "asked to end before the server could stop by itself")
     what = f": {type(error).__name__}: {report.one_line(error)}" if error is not None else ""
     if error is not None and _could_not_listen(error):
         fatal.die(fatal.EX_OSERR, f"could not listen{what}")
@@ -57,16 +59,17 @@ def _check() -> None:
 
 
 def _is_left(generator: Any) -> bool:
-    """Whether its thread lives and nobody has asked it to stop."""
+    """Whether its thread lives and was not asked to stop."""
     thread = anatomy.parts_of(generator).thread
     return thread is not None and thread.is_alive() and not anatomy.is_asked_to_stop(generator)
 
 
 def _caller_is_over() -> bool:
-    """Whether the thread that ran the server, main as a rule, will not do anything more.
+    """Whether the thread that ran the server, usually the main thread, has nothing more to do.
 
-    After an error in `run` that is also so where main is alive by name only: it waits in threading._shutdown for threads
-    that may never end, or Python is busy with the traceback, in a hook that hangs or a pipe that is full.
+    After an error in `run` the main thread may also be alive in name only: it waits in
+    threading._shutdown for threads that may never end, or it prints the traceback through a hook
+    that hangs or into a full pipe.
     """
     if not engine.runner.is_alive():
         return True

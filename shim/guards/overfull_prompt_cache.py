@@ -1,10 +1,11 @@
 """The prompt cache grows past `--prompt-cache-bytes`.
 
-Stock looks at that limit where a request joins a batch, and nowhere else: requests served alone (`seed`, a draft model, a
-model that cannot be batched) fill the cache to its number of entries, whatever they weigh; so do those of a batch as they
-finish, until somebody arrives; and a batch that grows leaves it as it is. Here the limit holds at every insertion, and
-beside a batch that grows at every turn of the loop (half a second, or a step that takes longer). What the batch itself
-holds counts, as it does in stock. An entry that does not fit is not kept, and those that do stay.
+Stock checks that limit only when a request joins a batch. Requests served alone (`seed`, a draft
+model, a model that cannot be batched) fill the cache up to its number of entries, whatever their
+size. So do the requests of a batch as they finish, until the next request arrives. And the cache
+does not shrink while the batch grows. Here the limit holds at every insertion, and while a batch
+grows at every turn of the loop (half a second, or a step that takes longer). The bytes of the batch
+itself count, as they do in stock. An entry that does not fit is not kept, and the others stay.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ MODULE = "mlx_lm.server"
 
 
 def probe(server: Any) -> None:
-    """Put something into the cache that stock's `run` makes for a server with a limit of one byte."""
+    """Insert an entry into the cache that stock's `run` makes for a limit of one byte."""
     require(
-        server, "run", "LRUPromptCache.insert_cache(model, tokens, prompt_cache)", "LRUPromptCache.trim_to", "ResponseGenerator._next_request",
+        server,
+        "run",
+        "LRUPromptCache.insert_cache(model, tokens, prompt_cache)",
+        "LRUPromptCache.trim_to",
+        "ResponseGenerator._next_request",
         "BatchGenerator.prompt_cache_nbytes",
-    )  # fmt: skip
+    )
     made: list[Any] = []
     line = SimpleNamespace(prompt_cache_size=10, prompt_cache_bytes=1)
 
@@ -61,10 +66,10 @@ def _insert(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if room is None:
         return wrapped(*args, **kwargs)
     args, kwargs = insert_arguments.take_over(args, kwargs)
-    # Inserted, one that does not fit would push out all others before itself.
-    result = (
-        wrapped(*args, **kwargs) if _fits(insert_arguments.entry_of(args, kwargs), room) else None
-    )
+    # An entry that does not fit would push out all others before it is itself removed.
+    result = None
+    if _fits(insert_arguments.entry_of(args, kwargs), room):
+        result = wrapped(*args, **kwargs)
     _trim(instance, room)
     return result
 
@@ -78,10 +83,10 @@ def _next_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _room() -> int | None:
-    """Bytes that the prompt cache may hold beside the batch, as stock counts; None where there is no limit.
+    """The bytes that the prompt cache may hold besides the batch, as stock counts; None: no limit.
 
-    In a pipeline each machine has layers of its own and counts otherwise, and what they keep must be the same. There it
-    is left to stock.
+    In a pipeline each machine has other layers and so counts other bytes, but all must keep the
+    same entries. There the limit is left to stock.
     """
     try:
         provider = engine.provider
@@ -90,7 +95,8 @@ def _room() -> int | None:
             return None
         batch = None if engine.serving_alone else engine.batch()
         return max(0, limit - (0 if batch is None else batch.prompt_cache_nbytes))
-    except Exception as error:  # in the generation thread, outside any `try` of stock's
+    except Exception as error:
+        # In the generation thread, outside any `try` of stock. Once a step, so no context manager.
         report.once(f"the bytes of the batch cannot be counted: {error!r}")
         return None
 
@@ -98,7 +104,8 @@ def _room() -> int | None:
 def _fits(entry: Any, room: int) -> bool:
     try:
         size = sum(layer.nbytes for layer in entry)
-    except Exception as error:  # what stock, or another guard, does with it
+    except Exception as error:
+        # Stock, or another guard, then does with it what it does.
         report.debug(f"an entry of the prompt cache cannot be counted: {error!r}")
         return True
     if size > engine.arguments.prompt_cache_bytes:
@@ -110,7 +117,5 @@ def _fits(entry: Any, room: int) -> bool:
 
 def _trim(entries: Any, room: int) -> None:
     if entries.nbytes > room:
-        try:
+        with report.contained("the prompt cache cannot be trimmed"):
             entries.trim_to(n_bytes=room)
-        except Exception as error:
-            report.once(f"the prompt cache cannot be trimmed: {error!r}")

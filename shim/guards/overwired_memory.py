@@ -1,8 +1,9 @@
-"""Stock wires all the memory that Metal recommends: macOS cannot take back a byte of it, and has panicked for that.
+"""Stock wires all the memory that Metal recommends: macOS cannot take it back, and has panicked.
 
-Here MLX_SHIM_WIRED says how much mlx_lm may wire at most. What it asks for through `mx.set_wired_limit` is held to that
-at every one of its call sites; other users of mlx are not. A model near the size of the memory needs wiring to decode
-at its speed (43 to 150 times slower without): `auto` and model+SIZE go by the size of the one that is loaded.
+Here MLX_SHIM_WIRED says how much memory mlx_lm may wire at most. Every call of `mx.set_wired_limit`
+in mlx_lm is held to that; other users of mlx are not. A model whose size is near that of the memory
+must be wired to decode at its speed (43 to 150 times slower without): the values `auto` and
+model+SIZE depend on the size of the loaded model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ MODULE = "mlx_lm.server"
 SETTINGS = ("wired",)
 REQUIRED = True
 
-# Where a server calls it: at its start, in every BatchGenerator, around a request that is served alone.
+# The modules that call mx.set_wired_limit: at the server's start, in every BatchGenerator, and
+# around a request that is served alone.
 SITES = ("mlx_lm.server", "mlx_lm.generate", "mlx_lm.utils")
 
 
@@ -46,7 +48,7 @@ def _views() -> list[str]:
 
 
 class _View:
-    """`mlx.core` as mlx_lm's modules see it: all of it, whatever others change in it, and one function replaced."""
+    """`mlx.core` as mlx_lm's modules see it: with one function replaced, the rest as it is now."""
 
     def __init__(self, mx: Any) -> None:
         object.__setattr__(self, "_mx", mx)
@@ -61,25 +63,28 @@ class _View:
         delattr(self._mx, name)
 
     def set_wired_limit(self, limit: int) -> int:
-        """As mx.set_wired_limit, of no more than MLX_SHIM_WIRED allows: bytes, the earlier limit."""
+        """As mx.set_wired_limit, with at most what MLX_SHIM_WIRED allows. Returns the last limit.
+
+        Both limits are in bytes.
+        """
         policy = settings.current.wired
-        allowed = (
-            limit
-            if policy is None
-            else min(limit, policy.most(_weight(self._mx), memory.total() or 0))
-        )
+        allowed = limit
+        if policy is not None:
+            allowed = min(limit, policy.most(_weight(self._mx), memory.total() or 0))
         if allowed < limit:
             report.once(
-                f"mlx_lm may wire {memory.format_bytes(allowed)} rather than {memory.format_bytes(limit)} (MLX_SHIM_WIRED)"
+                f"mlx_lm may wire {memory.format_bytes(allowed)} rather than "
+                f"{memory.format_bytes(limit)} (MLX_SHIM_WIRED)"
             )
         before: int = self._mx.set_wired_limit(allowed)
         return before
 
 
 def _weight(mx: Any) -> int:
-    """Of the loaded model; 0, as before one is loaded, where it does not tell: stock asks outside any `try`."""
-    try:
+    """The bytes of the loaded model; 0 if none is loaded, or if its size is not known.
+
+    Stock calls this outside any `try`, so it must not raise.
+    """
+    with report.contained("the size of the model is not known, and nothing is wired for it"):
         return weights.size(engine.provider, mx.array)
-    except Exception as error:
-        report.once(f"what the model takes cannot be told, and nothing is wired for it: {error!r}")
-        return 0
+    return 0

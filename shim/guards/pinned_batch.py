@@ -1,8 +1,8 @@
-"""An entry of the prompt cache pins the whole batch it came from.
+"""An entry of the prompt cache keeps the memory of the whole batch it came from.
 
-What `extract` gives is lazy, or a view: an entry counted as 12 MiB has held 59. The server's limits on the prompt cache
-count bytes that are not the ones held. Here an entry is made to own exactly its bytes before it is inserted, which
-costs a copy of them.
+`extract` returns lazy arrays, or views: an entry counted as 12 MiB has held 59. The server's limits
+on the prompt cache thus count other bytes than those in use. Here an entry gets arrays of its own
+before it is inserted, which costs one copy of its bytes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ class _Owning:
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         entry = insert_arguments.entry_of(args, kwargs)
         for layer in entry or []:
-            # Served alone it was never part of a batch, and large as it is it need not be copied.
+            # The cache of a request served alone was never part of a batch and needs no copy.
             if not (engine.serving_alone and hasattr(layer, "keys")):
                 self.own_or_leave(layer)
         return wrapped(*args, **kwargs)
 
     def own_or_leave(self, layer: Any) -> None:
-        """Layer by layer, so that no more than one is there twice. Where there is no room for a copy, it stays as it is."""
-        own = getattr(layer, "__dict__", {})  # a layer without one is refused below
+        """Copy one layer, or leave it as it is if there is no room for the copy.
+
+        Layer by layer, so that no more than one exists twice.
+        """
+        # For a layer without a __dict__, `own` below raises.
+        own = getattr(layer, "__dict__", {})
         as_it_was = dict(own)
         arrays: list[Any] = []
         try:
@@ -54,14 +58,15 @@ class _Owning:
             report.line(f"an entry of the prompt cache stays in its batch: {error!r}")
 
     def own(self, layer: Any, arrays: list[Any]) -> None:
-        """Give `layer` arrays of its own, noted in `arrays`; caches within it (a CacheList) likewise.
+        """Give `layer` arrays of its own, noted in `arrays`, and so the caches in it (a CacheList).
 
-        By attribute, since what `state` holds differs between releases.
+        It goes by the attributes, since the contents of `state` differ between releases.
         """
 
         def copy(leaf: Any) -> Any:
             if isinstance(leaf, self.mx.array) and leaf.ndim:
-                # A gather along the first axis copies, bit for bit, whatever the type; a slice or `contiguous` may not.
+                # A gather along the first axis copies every type bit for bit; a slice or
+                # `contiguous` may not copy.
                 arrays.append(self.mx.take(leaf, self.mx.arange(leaf.shape[0]), axis=0))
                 return arrays[-1]
             if hasattr(leaf, "nbytes") and hasattr(leaf, "__dict__"):

@@ -1,8 +1,9 @@
-"""Looking a prompt up in the prompt cache can take longer than computing it, while everybody waits.
+"""The lookup of a prompt in the prompt cache can take longer than computing the prompt.
 
-`PromptTrie.search` looks for the shortest entry that continues the prompt, and copies the path walked so far at every
-token of every candidate: one entry of 120,000 tokens and a prompt that shares four of them take about 15 seconds of the
-generation thread. Here one path serves the whole search. It finds the same entries, ties included.
+All requests wait meanwhile. `PromptTrie.search` looks for the shortest entry that continues the
+prompt, and at every token of every candidate it copies the path walked so far: with one entry of
+120,000 tokens and a prompt that shares four of them, it takes about 15 seconds of the generation
+thread. Here one path serves the whole search. It finds the same entries, ties included.
 """
 
 from __future__ import annotations
@@ -17,30 +18,37 @@ from ..core.verdicts import Incompatible, Retired, require
 UPSTREAM = "mlx-lm 1607"
 MODULE = "mlx_lm.models.cache"
 
-VALUE = "__value__"  # the key under which a node of stock's trie holds its entry
-_FIELDS = ("model", "exact", "shorter", "longer", "common_prefix")
-_DEPTH = 3000  # tokens of the entry that is timed
-_RATIO = 8.0  # stock's time to ours; another linear search would be within 4, stock's quadratic one is beyond 20
-# Small tries, in the order of insertion, and what is looked up in each: prefixes, ties, forks, misses.
+# The key under which a node of stock's trie holds its entry.
+VALUE = "__value__"
+_RESULT_FIELDS = ("model", "exact", "shorter", "longer", "common_prefix")
+# The tokens of the entry with which a search is timed.
+_TIMED_TOKENS = 3000
+# Stock's time divided by ours: a linear search is below 4, stock's quadratic one is above 20.
+_QUADRATIC_RATIO = 8.0
+# The entries of small tries, in the order of insertion, and the prompts looked up in each:
+# prefixes, ties, forks, misses.
 _ENTRIES: tuple[list[int], ...] = (
-    [1, 2, 3], [1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 7, 8], [1, 2, 7, 9, 9], [3], [4, 4, 4, 4], [4, 4, 5], [4, 4, 6],
+    [1, 2, 3], [1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 7, 8], [1, 2, 7, 9, 9], [3], [4, 4, 4, 4],
+    [4, 4, 5], [4, 4, 6],
 )  # fmt: skip
 _PROMPTS: tuple[list[int], ...] = (
-    [], [1], [1, 2], [1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 7], [1, 2, 9], [3], [3, 3], [4], [4, 4], [4, 4, 7], [9],
+    [], [1], [1, 2], [1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 7], [1, 2, 9], [3], [3, 3], [4], [4, 4],
+    [4, 4, 7], [9],
 )  # fmt: skip
 
 
 def probe(cache: Any) -> None:
-    """How long stock's takes, and whether ours finds what stock's finds."""
+    """Time stock's search, and check that ours finds the same as stock's."""
     require(cache, "PromptTrie.add", "PromptTrie.search", "PromptTrieResult")
     search = searching(cache.PromptTrieResult)
     deep = cache.PromptTrie()
-    deep.add("model", list(range(_DEPTH)), 0)
+    deep.add("model", list(range(_TIMED_TOKENS)), 0)
     stock = _seconds(lambda: deep.search("model", [0, -1]), 2)
     own = _seconds(lambda: search(deep, "model", [0, -1]), 8)
-    if stock <= _RATIO * own:
+    if stock <= _QUADRATIC_RATIO * own:
         raise Retired(
-            f"a search over {_DEPTH} tokens takes {stock / own:.1f} times what a linear one takes"
+            f"a search over {_TIMED_TOKENS} tokens takes {stock / own:.1f} times "
+            "what a linear one takes"
         )
     trie = cache.PromptTrie()
     for entry in _ENTRIES:
@@ -48,7 +56,7 @@ def probe(cache: Any) -> None:
         for model in ("model", "other"):
             for prompt in _PROMPTS:
                 theirs, ours = trie.search(model, prompt), search(trie, model, prompt)
-                if any(getattr(theirs, field) != getattr(ours, field) for field in _FIELDS):
+                if any(getattr(theirs, name) != getattr(ours, name) for name in _RESULT_FIELDS):
                     raise Incompatible(
                         f"PromptTrie.search finds {theirs} where {ours} was expected"
                     )
@@ -64,7 +72,7 @@ def apply(cache: Any) -> None:
 
 
 def _seconds(run: Callable[[], Any], times: int) -> float:
-    """The least of this thread's own processor time: what else the machine does cannot add to it."""
+    """The least processor time of this thread for a run: other work of the machine is left out."""
     least = float("inf")
     for _ in range(times):
         start = time.thread_time()
@@ -74,7 +82,7 @@ def _seconds(run: Callable[[], Any], times: int) -> float:
 
 
 def searching(result: Any) -> Callable[[Any, Any, Any], Any]:
-    """The search, as a function of a trie, a model and tokens, that answers with stock's class of results."""
+    """The search: a function of a trie, a model and tokens. It returns a `result`."""
 
     def search(trie: Any, model: Any, tokens: Any) -> Any:
         node = trie._trie.get(model)
@@ -90,9 +98,8 @@ def searching(result: Any) -> Callable[[Any, Any, Any], Any]:
             index += 1
         if last == len(tokens) - 1 >= 0:
             return result(model, tokens, None, None, 0)
-        shorter = (
-            tokens[: last + 1] if last > 0 else None
-        )  # stock passes over a prefix of one token
+        # Stock ignores a prefix of one token.
+        shorter = tokens[: last + 1] if last > 0 else None
         extra = _shortest(node) if index > 0 else None
         longer = None if extra is None else tokens[:index] + extra
         return result(model, None, shorter, longer, index)
@@ -101,12 +108,11 @@ def searching(result: Any) -> Callable[[Any, Any, Any], Any]:
 
 
 def _shortest(root: Any) -> list[Any] | None:
-    """The way down from `root` to the nearest entry; of equally near ones the first that stock's order comes upon."""
+    """The path from `root` to the nearest entry; of several such, the first in stock's order."""
     best: list[Any] | None = None
     path: list[Any] = []
-    forks = [
-        (root, 0, None)
-    ]  # a node yet to be visited, how deep it is, and the token that leads to it
+    # Each: a node yet to be visited, its depth, and the token that leads to it.
+    forks = [(root, 0, None)]
     while forks:
         node, depth, token = forks.pop()
         if depth:

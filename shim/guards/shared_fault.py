@@ -1,11 +1,12 @@
-"""A fault in what concerns one request ends the generation of all: the loop does it outside any try.
+"""An exception in a step for one request ends the generation of all: the loop has no `try` there.
 
-Turning a token into text, its top log-probabilities, taking a cache out of the batch and keeping it: an exception there
-kills the thread. A token of a padded vocabulary is enough where the tokenizer is sentencepiece's (logit_bias, or bad
-luck in sampling). Here that request fails with 500 and leaves the batch by stock's own path; the others go on. A cache
-that cannot be counted is not kept, and its request keeps its answer. What may leave the batch unsound stays a death:
-RuntimeError and MemoryError, which MLX raises for an evaluation that failed, and whatever fails in taking a sequence
-out of the batch. So does everything on several machines, whose ranks must agree.
+Such steps turn a token into text, format its top log-probabilities, take a cache out of the batch
+and keep it. With sentencepiece one token of a padded vocabulary is enough (by logit_bias, or by
+chance in sampling). Here only that request fails, with 500, and leaves the batch by stock's own
+path; the others go on. A cache that cannot be counted is not kept, and its request keeps its
+answer. Faults that may leave the batch unsound still end the server: RuntimeError and MemoryError,
+which MLX raises when an evaluation fails, and any fault while a sequence is taken out of the batch.
+So do all faults on several machines, whose ranks must agree.
 """
 
 from __future__ import annotations
@@ -29,17 +30,21 @@ _UNSOUND = (RuntimeError, MemoryError)
 
 def probe(server: Any) -> None:
     require(
-        server, "BatchGenerator.insert_segments", "LRUPromptCache.insert_cache(model, tokens, prompt_cache)",
+        server,
+        "BatchGenerator.insert_segments",
+        "LRUPromptCache.insert_cache(model, tokens, prompt_cache)",
         "_format_top_logprobs",
-    )  # fmt: skip
+    )
     generate = _home(server.BatchGenerator)
     require(
-        generate, "PromptProcessingBatch.extract_cache(idx)", "GenerationBatch.extract_cache(idx)",
+        generate,
+        "PromptProcessingBatch.extract_cache(idx)",
+        "GenerationBatch.extract_cache(idx)",
         "TokenizerWrapper.detokenizer",
-    )  # fmt: skip
+    )
     require(_home(server.LRUPromptCache), "can_trim_prompt_cache")
     if not isinstance(vars(generate.TokenizerWrapper).get("detokenizer"), property):
-        raise Incompatible("TokenizerWrapper.detokenizer is no property")
+        raise Incompatible("TokenizerWrapper.detokenizer is not a property")
 
 
 def apply(server: Any) -> None:
@@ -51,34 +56,37 @@ def apply(server: Any) -> None:
     patch.wrap(server, "_format_top_logprobs", _format_top_logprobs)
     patch.wrap(generate, "PromptProcessingBatch.extract_cache", _extract_cache)
     patch.wrap(generate, "GenerationBatch.extract_cache", _extract_cache)
-    patch.wrap(
-        server,
-        "LRUPromptCache.insert_cache",
-        _Keeping(_home(server.LRUPromptCache).can_trim_prompt_cache),
-    )
+    keeping = _Keeping(_home(server.LRUPromptCache).can_trim_prompt_cache)
+    patch.wrap(server, "LRUPromptCache.insert_cache", keeping)
 
 
 def _home(thing: Any) -> Any:
-    """The module a class was defined in."""
+    """The module in which a class was defined."""
     return sys.modules[thing.__module__]
 
 
 def _is_contained(entry: Entry | None, what: str, error: Exception) -> bool:
-    """End that request alone, with `error`. False where it must be raised on: nobody's, or not sure to be sound.
+    """End that request alone, with `error`. False: the caller must raise the error.
 
-    Alone in the loop (no entry is given then) stock contains it by itself, and the client is told what failed as well.
+    It must do so if the error belongs to no request, or may have left the batch unsound. `entry` is
+    None for a request served alone: there stock contains the error by itself, and the client is
+    told as well in which step it was raised.
     """
     error.__dict__.setdefault("_shim_where", what)
     if entry is None or isinstance(error, _UNSOUND) or engine.distributed:
         return False
-    if not entry.queue.closed:  # until stock takes it out of the batch, it may fail again and again
+    # Until stock takes the request out of the batch, it may fail again and again.
+    if not entry.queue.closed:
         report.line_nowait(f"request {entry.id} failed alone, in {what}: {error!r}")
         entry.queue.close(error)
     return True
 
 
 def _detokenizer(make: Any, tokenizer: Any) -> Any:
-    """In the generation thread, that of the request which it has just put into the batch. Others get stock's own."""
+    """The detokenizer of the request that this thread has just put into the batch.
+
+    A request served alone gets one as well; every other caller gets stock's own.
+    """
     entry = engine.local.__dict__.pop("inserted", None)
     try:
         stock = make(tokenizer)
@@ -90,7 +98,7 @@ def _detokenizer(make: Any, tokenizer: Any) -> Any:
 
 
 class _Detokenizer:
-    """A stock detokenizer, and whose it is."""
+    """A stock detokenizer, and the request it belongs to."""
 
     __slots__ = ("_entry", "_stock")
 
@@ -128,7 +136,7 @@ class _Detokenizer:
 
 
 class _Mute:
-    """For a request that has failed before it had a detokenizer."""
+    """Stands for the detokenizer of a request that failed before it had one."""
 
     last_segment = ""
 
@@ -140,7 +148,7 @@ class _Mute:
 
 
 def _format_top_logprobs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """The loop asks for it right after the text of the same token."""
+    """The loop calls this right after it has read the text of the same token."""
     entry, engine.handling = engine.handling, None
     try:
         return wrapped(*args, **kwargs)
@@ -150,7 +158,7 @@ def _format_top_logprobs(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
         return ()
 
 
-class _Nothing(list[Any]):
+class _NoCache(list[Any]):
     """Stands for a cache that could not be taken out of the batch."""
 
 
@@ -158,14 +166,14 @@ def _extract_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     try:
         return wrapped(*args, **kwargs)
     except Exception as error:
-        entry = _entry_at(instance, args[0] if args else kwargs["idx"])
+        entry = _entry_at(instance, patch.given(wrapped, args, kwargs, "idx", 0))
         if not _is_contained(entry, "the extraction of its cache", error):
             raise
-        return _Nothing()
+        return _NoCache()
 
 
 def _entry_at(part: Any, index: int) -> Entry | None:
-    """Whose sequence is at `index` in a part of the server's batch; None in a batch of somebody else."""
+    """The request at `index` in a part of the server's batch; None in another batch."""
     batch = engine.batch()
     if batch is None or (part is not batch._prompt_batch and part is not batch._generation_batch):
         return None
@@ -174,14 +182,18 @@ def _entry_at(part: Any, index: int) -> Entry | None:
 
 
 class _Keeping:
-    """Around the prompt cache's insertion: asks first what stock asks before, and after, it has begun to change."""
+    """The wrapper of the prompt cache's insertion.
+
+    It first makes the calls on the entry that stock makes while it changes the cache, so that an
+    entry on which they fail does not get there.
+    """
 
     def __init__(self, can_trim: Any) -> None:
         self.can_trim = can_trim
 
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         entry = insert_arguments.entry_of(args, kwargs)
-        if isinstance(entry, _Nothing):
+        if isinstance(entry, _NoCache):
             return None
         if entry is not None and instance is engine.prompt_cache:
             try:

@@ -1,7 +1,8 @@
-"""A client that trickles its request, or stops sending it, holds a thread of the server for ever.
+"""A client that sends its request slowly, or stops sending it, holds a thread without a time limit.
 
-Here headers must be in within MLX_SHIM_READ_TIMEOUT, and a body must keep up 500 bytes a second beyond it: else the
-connection is closed, where the headers were complete with 408. A client that reads a stream slowly is left alone.
+Here the headers must arrive within MLX_SHIM_READ_TIMEOUT. A body has the same time, and more as
+long as it arrives at 500 bytes a second. Otherwise the connection is closed, with 408 if the
+headers were complete. A client that reads a stream slowly is left alone.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ UPSTREAM = "no issue known; seen on 0.31.3 and 0.32.2: 300 idle connections hold
 MODULE = "mlx_lm.server"
 SETTINGS = ("read_timeout",)
 
-# Bytes a second below which a body is too slow once READ_TIMEOUT is over, as Apache's mod_reqtimeout has it.
-MIN_RATE = 500
+# A body below this rate is too slow once MLX_SHIM_READ_TIMEOUT is over. Apache's mod_reqtimeout has
+# the same rate.
+MIN_BYTES_PER_SECOND = 500
 
 
 def probe(server: Any) -> None:
@@ -54,11 +56,14 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _TooSlow(TimeoutError):
-    """The client did not send its headers, or went on with its body, in time. http.server closes the connection."""
+    """The client did not send its headers or body in time; http.server closes the connection."""
 
 
 class DeadlineReader(io.RawIOBase):
-    """A connection's incoming bytes: the headers within `seconds` in all, a body at MIN_RATE beyond that."""
+    """Reads a connection, within `seconds` for the headers.
+
+    A body gets `seconds` too, and more at MIN_BYTES_PER_SECOND.
+    """
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection = connection
@@ -69,9 +74,9 @@ class DeadlineReader(io.RawIOBase):
         self._poll.register(connection, select.POLLIN)
 
     def start_body(self) -> None:
-        """The headers are in: a new deadline, which moves with what arrives."""
+        """The headers are complete: set a new deadline, which moves as bytes arrive."""
         self._deadline = time.monotonic() + self._seconds
-        self._rate = MIN_RATE
+        self._rate = MIN_BYTES_PER_SECOND
 
     def readable(self) -> bool:
         return True

@@ -1,9 +1,10 @@
-"""The generation thread lives and delivers nothing: blocked in native code at 0 % CPU, or a livelock of its loop.
+"""The generation thread lives but delivers nothing: it is blocked, or its loop is in a livelock.
 
-Here the stacks of all threads go to the log, clients are told, and the process ends with 70. Iterations prove nothing: the
-loop of a livelock steps, and reports progress of other prompts. What counts is what was delivered to each request, and
-when. Time alone cannot tell either: one step may prefill eight prompts of others for minutes before the next token of
-those in decode. The rules are in `_judge`.
+A thread blocked in native code is at 0 % CPU. Here the shim writes the stacks of all threads to the
+log, tells the clients, and ends the process with 70. It does not count iterations: a loop in a
+livelock still steps, and reports progress of other prompts. It looks at what was delivered to each
+request, and when. Time alone is not enough either: one step may prefill eight other prompts for
+minutes before the requests in decode get their next token. The rules are in `_judge`.
 """
 
 from __future__ import annotations
@@ -22,29 +23,36 @@ MODULE = "mlx_lm.server"
 SETTINGS = ("decode_stall", "prefill_stall")
 LIVES_BY = {
     ("deliveries", "answers"): facts.NEEDED,
-    "deliveries": "only silence towards everybody is told, after MLX_SHIM_PREFILL_STALL",
-    "steps": "a request that gets nothing beside others is told after 20 deliveries to those",
+    "deliveries": "a stall is seen only if no client gets anything for MLX_SHIM_PREFILL_STALL",
+    "steps": "a request that gets nothing is seen to stall only after 20 deliveries to others",
     "batch": "a request whose client has left counts only while nothing is delivered to anybody",
     "loads": "a load that takes longer than MLX_SHIM_PREFILL_STALL is taken for a stall",
-    "tokenizing": "a text that takes longer than MLX_SHIM_DECODE_STALL to tokenize is taken for a stall of others",
+    "tokenizing": (
+        "a text that takes longer than MLX_SHIM_DECODE_STALL to tokenize is taken for a stall "
+        "of others"
+    ),
 }
 
-# Steps of the batch completed since a request's last token that prove it was starved: its own may have been the last
-# thing but one to be handed out.
-STEPS = 2
-# Where steps cannot be seen (a BatchGenerator of another make): deliveries to others that prove as much.
-OTHERS = 20
-# Seconds a verdict must hold: the watchdog may look while a step's deliveries are being handed out, one after another.
-CONFIRM = 1.0
+# So many steps of the batch since a request's last token prove that it was starved. One would not:
+# the tokens of that step may still be being handed out.
+STARVED_STEPS = 2
+# Where steps cannot be seen (another BatchGenerator than stock's), so many deliveries to others
+# prove the same.
+STARVED_DELIVERIES = 20
+# A verdict must hold for so long: the watchdog may look in the middle of a step's deliveries.
+CONFIRM_SECONDS = 1.0
 
+# By the number of a request: since when it counts as stalled, by the engine's clock.
 _suspects: dict[int, float] = {}
+# When the batch was last full of requests in decode, by the engine's clock.
 _paused = 0.0
-_stalled_at = 0  # the count of deliveries then
+# The count of deliveries when a stall was reported.
+_stalled_at = 0
 
 
 def probe(server: Any) -> None:
-    """Have a copy of stock's generator deliver a token and then nothing: that is a stall once the limit is over."""
-    tried = trial.in_decode(server)
+    """A copy of stock's generator delivers one token: `_judge` must see a stall after the limit."""
+    tried = trial.try_decode(server)
     if tried is not None:
         entry, its_engine = tried
         its_engine.clock += (settings.current.decode_stall or settings.current.prefill_stall) + 1
@@ -59,14 +67,15 @@ def apply(server: Any) -> None:
 
 
 def _check() -> None:
-    """Called by the watchdog. The engine's clock rests while nothing can be delivered, so no case here is about that."""
+    """Called by the watchdog. The engine's clock rests while nothing can be delivered."""
     now = engine.clock
     if not facts.has("deliveries"):
         _check_answers(now)
         return
     if not facts.has("batch"):
         _let_go_of_others(now)
-    # A request whose client has left counts until the engine lets go of it: it may be what the engine is stuck in.
+    # A request whose client has left counts until the engine lets go of it: the engine may be stuck
+    # in it.
     entries = [
         entry for entry in engine.known() if entry.queue is not None and entry.phase != FINISHED
     ]
@@ -77,7 +86,7 @@ def _check() -> None:
     for number in [n for n in _suspects if n not in verdicts]:
         del _suspects[number]
     for number, (entry, why) in verdicts.items():
-        if now - _suspects.setdefault(number, now) >= CONFIRM:
+        if now - _suspects.setdefault(number, now) >= CONFIRM_SECONDS:
             _stalled_request(entry, why)
             return
     if engine.stalled is not None and not verdicts and engine.deliveries > _stalled_at:
@@ -86,14 +95,17 @@ def _check() -> None:
 
 
 def _let_go_of_others(now: float) -> None:
-    """Where stock's removals cannot be seen: an engine that delivers to others is not stuck in one whose client has left."""
+    """Forget requests whose client has left, if the engine has delivered to others since.
+
+    Used where stock's removals from the batch cannot be seen: such an engine is not stuck in them.
+    """
     for entry in list(engine.abandoned.values()):
-        if engine.delivered > entry.last and now - entry.last > CONFIRM:
+        if engine.delivered > entry.last and now - entry.last > CONFIRM_SECONDS:
             engine.let_go(entry)
 
 
 def _note_pause(entries: list[Entry], now: float) -> None:
-    """With the batch full of requests in decode, stock prefills nobody: that is waiting, not stalling."""
+    """Note a batch that is full of requests in decode: stock then starts no prompt, but waits."""
     global _paused
     arguments = engine.arguments
     width = max(
@@ -104,14 +116,17 @@ def _note_pause(entries: list[Entry], now: float) -> None:
 
 
 def _judge(entry: Entry, entries: list[Entry], engine: Engine) -> str | None:
-    """Why this request is stalled, in words, or None. Seconds are of the engine's clock; a limit of 0 is none."""
+    """Why this request is stalled, in words, or None.
+
+    Seconds are of the engine's clock; a limit of 0 means that there is none.
+    """
     decode, prefill = settings.current.decode_stall, settings.current.prefill_stall
     now = engine.clock
     silence = now - entry.last
     if entry.phase == DECODE:
         excused = engine.tokenizing or any(e.phase == PREFILL for e in entries)
         others, steps = engine.deliveries - entry.mark, engine.steps - entry.step
-        starved = steps >= STEPS if engine.steps else others >= OTHERS
+        starved = steps >= STARVED_STEPS if engine.steps else others >= STARVED_DELIVERIES
         if decode and silence >= decode and (starved or not excused):
             return f"no token for {silence:.0f} s while {others} deliveries went to others"
         if prefill and silence >= prefill:
@@ -121,21 +136,22 @@ def _judge(entry: Entry, entries: list[Entry], engine: Engine) -> str | None:
     elif entry.phase == PREFILL and entry.progressed:
         if now - max(entry.last, _paused) >= prefill:
             return f"no progress in its prompt for {silence:.0f} s"
-    elif now - max(entry.last, engine.delivered) >= prefill:
-        # It waits for its turn, in the server's queue or in the batch: only silence towards everybody counts.
-        return f"nothing delivered to anyone for {now - max(entry.last, engine.delivered):.0f} s while it waits"
+    elif (nothing := now - max(entry.last, engine.delivered)) >= prefill:
+        # It waits for its turn, in the server's queue or in the batch: it is stalled only if no
+        # other request gets anything either.
+        return f"nothing delivered to anyone for {nothing:.0f} s while it waits"
     return None
 
 
 def _drafting() -> bool:
-    """Whether somebody is served alone beside a draft model: stock reports no progress of such a prompt."""
+    """Whether a request is served alone with a draft model: its prompt reports no progress."""
     return engine.serving_alone and getattr(engine.provider, "draft_model", None) is not None
 
 
 class _Standing:
-    """Where the generation thread is, and since when: looked at only where nothing better can be seen.
+    """Where the generation thread is, and since when; used only where deliveries cannot be seen.
 
-    The frame is held, so that no later one can be taken for it.
+    It keeps the frame, so that no later frame can have the same identity.
     """
 
     frame: Any = None
@@ -144,9 +160,10 @@ class _Standing:
 
 
 def _check_answers(now: float) -> None:
-    """Where deliveries cannot be seen: no answer has got a byte, and the generation thread has stood in one place.
+    """Look for a stall where deliveries cannot be seen.
 
-    An answer that is not streamed has no bytes until it is whole, so that their absence alone proves nothing.
+    It is one if no answer has got a byte, and the generation thread has not moved. The bytes alone
+    prove nothing: an answer that is not streamed has none until it is complete.
     """
     limit = settings.current.prefill_stall
     frame = anatomy.frame_of(engine.generation_thread)
@@ -162,7 +179,8 @@ def _check_answers(now: float) -> None:
     if limit and silent and now - _Standing.since >= limit:
         _stalled(
             "answers",
-            f"no byte of {len(waiting)} answers and no move of the generation thread for {limit:.0f} s",
+            f"no byte of {len(waiting)} answers and no move of the generation thread "
+            f"for {limit:.0f} s",
         )
     elif engine.stalled is not None and not silent:
         report.line("answers have resumed")
@@ -176,11 +194,13 @@ def _stalled_request(entry: Entry, why: str) -> None:
 def _stalled(who: str, why: str) -> None:
     global _stalled_at
     if engine.stalled is not None:
-        return  # this episode has been reported
+        # This stall has been reported.
+        return
     thread = engine.generation_thread
     frames = crash_report.stack(thread.ident if thread else None)
     where = " < ".join(reversed(frames[-3:])) or "unknown"
     verdict = f"stalled: {who}: {why}; the generation thread is in {where}"
+    # A stall in the self-check is a failed start.
     if engine.proving is not None:
         why = engine.proving(verdict)
         fatal.die(fatal.EX_CONFIG, why, _dump, tell=errors.engine_stalled())
@@ -194,7 +214,7 @@ def _stalled(who: str, why: str) -> None:
 
 
 def _dump() -> None:
-    """The stacks of all threads, to stderr."""
+    """Write the stacks of all threads to stderr."""
     fd = report.stderr_fd()
     if fd is not None:
         faulthandler.dump_traceback(fd, all_threads=True)

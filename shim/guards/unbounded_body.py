@@ -1,6 +1,7 @@
-"""A body of any size is read into memory (200 MB: 459 MB resident), and a negative Content-Length hangs its handler.
+"""A body of any size is read into memory, and a negative Content-Length hangs its handler.
 
-Here a body above MLX_SHIM_MAX_BODY is 413 before any of it is read, and a length that is none is 400.
+A body of 200 MB takes 459 MB of memory. Here a body above MLX_SHIM_MAX_BODY gets 413 before any of
+it is read, and a Content-Length that is not a whole number gets 400.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _check(headers: Any) -> None:
         raise ShimError(
             411,
             "length_required",
-            "Transfer-Encoding is not taken; accepted: a body with Content-Length",
+            "Transfer-Encoding is not supported; accepted: a body with Content-Length",
         )
     if not lengths:
         raise ShimError(411, "length_required", "the request has no Content-Length")

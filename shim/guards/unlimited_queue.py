@@ -1,6 +1,6 @@
-"""Any number of requests is taken in, a thread each, and each waits behind all the others.
+"""Any number of requests is accepted, each with a thread, and each waits behind all the others.
 
-Here, where MLX_SHIM_MAX_INFLIGHT is set, one more than that is told 429 with Retry-After.
+Here, where MLX_SHIM_MAX_INFLIGHT is set, a request above that number gets 429 with Retry-After.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ UPSTREAM = "no issue known; seen on 0.31.3 and 0.32.2"
 MODULE = "mlx_lm.server"
 SETTINGS = ("max_inflight",)
 
-RETRY_AFTER = 1  # seconds: a place is free as soon as any of the others ends
+# A place is free as soon as any of the other requests ends.
+RETRY_AFTER = 1  # seconds
 
 
 def probe(server: Any) -> None:
@@ -29,7 +30,7 @@ def apply(server: Any) -> None:
 
 
 class _Places:
-    """A wrapper that lets so many requests in at a time."""
+    """A wrapper that admits so many requests at a time."""
 
     def __init__(self, places: int) -> None:
         self.places = places

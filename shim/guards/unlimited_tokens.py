@@ -1,8 +1,9 @@
-"""A prompt and a completion may be of any length, until the machine's memory ends (145K tokens on a 48 GB Mac).
+"""A prompt and a completion may have any length, until the machine has no memory left.
 
-Here, where set: a prompt above MLX_SHIM_MAX_PROMPT_TOKENS is 400; MLX_SHIM_MAX_TOKENS caps max_tokens; a completion
-that reaches MLX_SHIM_MAX_CONTEXT together with its prompt ends with finish_reason `length`; MLX_SHIM_MAX_KV_SIZE has
-stock keep a rotating cache of so many tokens.
+That was at 145K tokens on a 48 GB Mac. Here, for each setting that is given: a prompt above
+MLX_SHIM_MAX_PROMPT_TOKENS gets 400; MLX_SHIM_MAX_TOKENS caps max_tokens; a completion that reaches
+MLX_SHIM_MAX_CONTEXT together with its prompt ends with finish_reason `length`; with
+MLX_SHIM_MAX_KV_SIZE stock keeps a rotating cache of so many tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ SETTINGS = ("max_prompt_tokens", "max_tokens", "max_context", "max_kv_size")
 
 def probe(server: Any) -> None:
     require(
-        server, "ResponseGenerator._tokenize(tokenizer, request, args)", "BatchGenerator.__init__(model)",
+        server,
+        "ResponseGenerator._tokenize(tokenizer, request, args)",
+        "BatchGenerator.__init__(model)",
         "make_prompt_cache(model)",
-    )  # fmt: skip
+    )
 
 
 def apply(server: Any) -> None:
@@ -36,16 +39,19 @@ def apply(server: Any) -> None:
 
 
 def _tokenize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Where what it raises goes to this request alone, and where stock has not yet read max_tokens."""
+    """Apply the limits where stock gives an exception to this request alone.
+
+    Stock has not read max_tokens yet.
+    """
     result = wrapped(*args, **kwargs)
     if not isinstance(result, tuple) or not isinstance(result[0], list):
-        report.failed(
+        report.mark_failed(
             "unlimited_tokens",
             f"_tokenize returns a {type(result).__name__} that does not begin with a list",
         )
         return result
     limits, length = settings.current, len(result[0])
-    generation = args[2] if len(args) > 2 else kwargs["args"]  # noqa: PLR2004
+    generation = patch.given(wrapped, args, kwargs, "args", 2)
     if limits.max_prompt_tokens and length > limits.max_prompt_tokens:
         raise _too_long(
             f"{length} tokens; accepted: {limits.max_prompt_tokens} (MLX_SHIM_MAX_PROMPT_TOKENS)"
@@ -64,20 +70,17 @@ def _too_long(what: str) -> ShimError:
 
 
 def _batch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    # Where a model makes its own caches 0.31 would obey in batches alone, and die where these meet those of a request
-    # that was served alone.
-    if not _makes_its_own(args[0] if args else kwargs["model"]):
+    # For a model that makes its own caches 0.31 would apply the limit in batches only, and the
+    # generation thread would die when these caches meet those of a request served alone.
+    if not _makes_its_own(patch.given(wrapped, args, kwargs, "model", 0)):
         kwargs.setdefault("max_kv_size", settings.current.max_kv_size)
     return wrapped(*args, **kwargs)
 
 
 def _prompt_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Stock's own caches for a request served alone; one that is quantized or trimmed cannot rotate."""
-    if (
-        len(args) > 1
-        or "max_kv_size" in kwargs
-        or _makes_its_own(args[0] if args else kwargs["model"])
-    ):
+    """The caches of a request served alone; caches that are quantized or trimmed cannot rotate."""
+    model = patch.given(wrapped, args, kwargs, "model", 0)
+    if len(args) > 1 or "max_kv_size" in kwargs or _makes_its_own(model):
         return wrapped(*args, **kwargs)
     if getattr(engine.arguments, "kv_bits", None) or getattr(engine.provider, "draft_model", None):
         report.once("MLX_SHIM_MAX_KV_SIZE does nothing with --kv-bits or a draft model")

@@ -1,13 +1,13 @@
-"""The server starts, says that it is well, and no request can ever succeed.
+"""The server starts and says ok, and no request can ever succeed.
 
-A draft model beside a hybrid one, --kv-bits beside a sliding window, a --temp of -1, a chat
-template that does not parse, an adapter that is not there (0.31.3 ignores it): each request fails,
-and /health says ok. Here the server proves itself before it says so: one short chat, with the
-defaults of the command line, goes through the whole engine. Where it fails the process ends with
-78, and one line names the option and the reason. So short a request does not reach everything: to
-quantize a cache, and to trim one whose window is full, is tried on its caches. The chat also warms
-up the kernels. MLX_SHIM_SELF_CHECK=0 switches this off. Without a --model it is not done, nor where
-several machines share a model.
+A draft model beside a hybrid model, --kv-bits beside a sliding window, a --temp of -1, a chat
+template that does not parse, an adapter that does not exist (0.31.3 ignores it): each request
+fails, and /health says ok. Here the server proves itself before it says ok: one short chat, with
+the defaults of the command line, goes through the whole engine. If it fails, the process ends with
+78, and one line names the option and the reason. So short a request does not reach everything: the
+guard also quantizes its caches, and tries to trim one whose window is full. The chat also warms up
+the kernels. MLX_SHIM_SELF_CHECK=0 turns the check off. There is none without a --model, nor
+where several machines share a model.
 """
 
 from __future__ import annotations
@@ -35,20 +35,32 @@ LIVES_BY = {
 TEXT = "Say one word. (self-check of mlx-lm-shim)"
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}]})
 TEXT_ALONE = ("/v1/completions", {"prompt": TEXT})
-TOKENS = 2  # the second one is the first that the engine makes in decode
-QUEUED_LIMIT = 10.0  # seconds until the request is in the engine's queue
-CACHES_LIMIT = 60.0  # seconds for what is tried on its caches
+# The second token is the first that the engine makes in decode.
+TOKENS = 2
+# Seconds until the request is in the engine's queue.
+QUEUED_LIMIT = 10.0
+# Seconds to try what is to be tried on its caches.
+CACHES_LIMIT = 60.0
 OK = 200
-# Refusals that tell nothing of the command line.
+# Codes of refusals that say nothing about the command line.
 _NO_VERDICT = (
-    "draining", "shutting_down", "engine_dead", "engine_stalled", "memory_pressure",
-    "context_length_exceeded", "breaker",
-)  # fmt: skip
-# What stock calls the values of the command line's options where it refuses one.
+    "draining",
+    "shutting_down",
+    "engine_dead",
+    "engine_stalled",
+    "memory_pressure",
+    "context_length_exceeded",
+    "breaker",
+)
+# Stock's names of the values that options set, as its refusals name them.
 _NAMES = {
-    "temperature": "--temp", "top_p": "--top-p", "top_k": "--top-k", "min_p": "--min-p",
-    "max_tokens": "--max-tokens", "num_draft_tokens": "--num-draft-tokens",
-}  # fmt: skip
+    "temperature": "--temp",
+    "top_p": "--top-p",
+    "top_k": "--top-k",
+    "min_p": "--min-p",
+    "max_tokens": "--max-tokens",
+    "num_draft_tokens": "--num-draft-tokens",
+}
 # Words of an error, the attribute of the option that it is about, and the option.
 _WORDS = (
     (r"speculative|draft|trimmable", "draft_model", "--draft-model"),
@@ -56,13 +68,16 @@ _WORDS = (
 )
 # Options that change every request; None or empty where they were not given.
 _OPTIONS = {
-    "draft_model": "--draft-model", "kv_bits": "--kv-bits", "adapter_path": "--adapter-path",
-    "chat_template": "--chat-template", "chat_template_args": "--chat-template-args",
-}  # fmt: skip
+    "draft_model": "--draft-model",
+    "kv_bits": "--kv-bits",
+    "adapter_path": "--adapter-path",
+    "chat_template": "--chat-template",
+    "chat_template_args": "--chat-template-args",
+}
 
 
 class Failed(Exception):
-    """What cannot work: the option, and why."""
+    """The command line cannot work; the text names the option and the reason."""
 
 
 def probe(server: Any) -> str:
@@ -74,7 +89,9 @@ def probe(server: Any) -> str:
 def apply(server: Any) -> None:
     patch.wrap(server, "ModelProvider.load_default", _Wrapper(server).load_default)
     if not own_request.install(server):
-        report.debug("the caches of the self-check are kept, and nothing is tried on them")
+        report.debug(
+            "the prompt cache keeps the caches of the self-check, which tries nothing on them"
+        )
 
 
 class _Wrapper:
@@ -82,7 +99,7 @@ class _Wrapper:
         self._server = server
 
     def load_default(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        """In the generation thread: the model proves itself before a client's request is taken up."""
+        """Runs in the generation thread, before that takes up the request of a client."""
         asked_for = False
         with report.contained("the self-check cannot be made"):
             asked_for = _is_asked_for(instance)
@@ -104,14 +121,14 @@ def _is_asked_for(provider: Any) -> bool:
 
 
 def _look_for_adapter(provider: Any) -> None:
-    """Stock's 0.31.3 ignores the option, a folder that is not there included."""
+    """End the process if the folder does not exist: 0.31.3 ignores the option then."""
     adapter = getattr(anatomy.arguments_of(provider), "adapter_path", None)
     if adapter and not Path(adapter).exists():
-        fatal.die(fatal.EX_CONFIG, f"--adapter-path {adapter}: there is no such folder")
+        fatal.die(fatal.EX_CONFIG, f"--adapter-path {adapter}: this folder does not exist")
 
 
 class _Check:
-    """The self-check: a thread asks, and the generation thread answers."""
+    """The self-check: a thread of its own asks, and the generation thread answers."""
 
     def __init__(self, server: Any, provider: Any) -> None:
         self._server = server
@@ -153,27 +170,26 @@ class _Check:
     def _prove(self) -> None:
         assert self._own is not None  # noqa: S101 - begin has made it
         chat = self._answer(self._own)
-        if chat.code in _NO_VERDICT:
-            report.line(f"the self-check was refused, and tells nothing: {chat.message}")
+        if _is_refused(chat):
             return
         if chat.status != OK:
             self._judge(chat)
             return
         if self._has_to_try_caches():
             if not self._own.filed.wait(CACHES_LIMIT):
-                report.line("the self-check could not try the caches: it was given none")
+                report.line("the self-check could not try the caches: the engine gave it none")
             if self._of_caches is not None:
                 raise Failed(_blamed(self._arguments, _said(self._of_caches)))
         report.debug(f"the self-check took {time.monotonic() - self._begun:.3f} s")
 
     def _judge(self, chat: Answer) -> None:
-        """A chat failed. Where a text alone is answered, it is the template's fault."""
+        """Judge a chat that failed. If a text alone is answered, the template is at fault."""
         if chat.code == "generation_failed":
             raise Failed(_blamed(self._arguments, chat.message))
         alone = self._answer(OwnRequest(*TEXT_ALONE, TOKENS))
-        if alone.code in _NO_VERDICT:
-            report.line(f"the self-check was refused, and tells nothing: {alone.message}")
-        elif alone.status != OK:
+        if _is_refused(alone):
+            return
+        if alone.status != OK:
             raise Failed(_blamed(self._arguments, chat.message))
         elif getattr(self._arguments, "chat_template", None):
             raise Failed(f"--chat-template: {chat.message}")
@@ -182,16 +198,19 @@ class _Check:
         elif "TemplateSyntaxError" in chat.message:
             raise Failed(f"--model {engine.model_name}, its chat template: {chat.message}")
         else:
-            report.line(f"a short chat fails, a text alone is answered: {chat.message}")
+            report.line(f"a short chat fails, and a plain text is answered: {chat.message}")
 
     def _answer(self, own: OwnRequest) -> Answer:
         self._own = own
         answer = own.answer(self._server)
-        report.debug(f"the self-check was answered {answer.status} {answer.message}".rstrip())
+        report.debug(f"the self-check was answered {answer.status}: {answer.message}")
         return answer
 
     def _look(self) -> None:
-        """Called by the watchdog. stall may be off, and beside a draft model it does not judge."""
+        """Tell a stall of the self-check, for the watchdog.
+
+        The guard stall may be off, and beside a draft model it does not judge.
+        """
         entry = self._own.entry if self._own is not None else None
         limit = settings.current.prefill_stall
         if engine.proving is None or entry is None or not limit or engine.closing:
@@ -205,7 +224,7 @@ class _Check:
         return any(value is not None for value in given)
 
     def _try_caches(self, caches: Any) -> None:
-        """In the generation thread, with the caches of the request, which are kept by nobody."""
+        """Runs in the generation thread, on caches that nothing else uses any more."""
         try:
             if getattr(self._arguments, "draft_model", None) is not None:
                 _try_to_trim(self._server.mx, caches)
@@ -215,7 +234,7 @@ class _Check:
             self._of_caches = error
 
     def _try_to_quantize(self, caches: list[Any]) -> None:
-        """As stock does from --quantized-kv-start on; then one step of the model with the result."""
+        """Quantize them as stock does from --quantized-kv-start on, and make a step with them."""
         mx, arguments = self._server.mx, self._arguments
         for n, cache in enumerate(caches):
             if hasattr(cache, "to_quantized"):
@@ -226,10 +245,20 @@ class _Check:
             mx.eval(self._provider.model(mx.array([[0]]), cache=caches))
 
 
-def _try_to_trim(mx: Any, caches: Any) -> None:
-    """Beside a draft model stock trims after each wrong guess, and goes on where it cannot.
+def _is_refused(answer: Answer) -> bool:
+    """Whether the answer proves nothing. A line says so, unless the process ends anyway."""
+    if answer.code not in _NO_VERDICT:
+        return False
+    if not (engine.closing or fatal.begun()):
+        report.line(f"the self-check was refused, and proves nothing: {answer.message}")
+    return True
 
-    A window of each size is filled, and asked. Nothing is computed: MLX is lazy.
+
+def _try_to_trim(mx: Any, caches: Any) -> None:
+    """Fill a window of each size, and raise Failed if a full one cannot be trimmed.
+
+    Beside a draft model stock trims after each wrong guess, and goes on if it cannot. Nothing is
+    computed here: MLX is lazy.
     """
     asked = set()
     for cache in caches:
@@ -254,7 +283,7 @@ def _said(error: Exception) -> str:
 
 
 def _blamed(arguments: Any, what: str) -> str:
-    """The option of the command line that an error is about, as far as it tells, and the error."""
+    """Return an error with the option that it is about, or all options that may matter."""
     for name, option in _NAMES.items():
         if re.search(rf"\b{name}\b", what):
             return f"{option}: {what}"
@@ -264,7 +293,8 @@ def _blamed(arguments: Any, what: str) -> str:
             group = getattr(arguments, "kv_group_size", "") if name == "kv_bits" else ""
             return f"{option} {value}{group and f' --kv-group-size {group}'}: {what}"
     given = [
-        f"{option} {value}" for name, option in _OPTIONS.items()
+        f"{option} {value}"
+        for name, option in _OPTIONS.items()
         if (value := getattr(arguments, name, None)) not in (None, "", {})
-    ]  # fmt: skip
+    ]
     return f"{', '.join([f'--model {engine.model_name}', *given])}: {what}"

@@ -1,8 +1,9 @@
-"""A switch of models needs room for both: the weights of the one that goes are not returned before the other is loaded.
+"""A switch of models needs memory for both: stock keeps the old one until the new one is loaded.
 
-Stock drops its model first, but a variable of the generation loop still has it, until the load is over. And what is
-dropped stays in MLX's pool of buffers (0.31.3; from 0.32 stock clears it, to little effect). Here the model that goes is
-emptied, and then the pool, right before the other is loaded.
+Stock drops the old model first, but a variable of the generation loop still refers to it until the
+load is over. Also, freed memory stays in MLX's pool of buffers (0.31.3; from 0.32 stock clears the
+pool, to little effect). Here the shim empties the old model, and then the pool, right before the
+new model is loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MODULE = "mlx_lm.server"
 
 
 class _Loading(Exception):
-    """What the probe waits for: stock is about to load."""
+    """The probe has seen what it needs: stock is about to load."""
 
 
 def _about_to_load(*_: Any, **__: Any) -> Any:
@@ -32,7 +33,7 @@ def _about_to_load(*_: Any, **__: Any) -> Any:
 
 
 def probe(server: Any) -> None:
-    """See what stock's loop holds when it loads, and whether the pool is cleared by then."""
+    """See which model stock's loop still holds when it loads, and whether the pool is cleared."""
     require(
         server,
         "ModelProvider._load",
@@ -45,7 +46,7 @@ def probe(server: Any) -> None:
         held = model_switch.run(server, Anything())
         cleared = _clears_the_pool(server)
     except Exception as error:
-        raise Incompatible(f"a model is loaded otherwise than expected: {error!r}") from error
+        raise Incompatible(f"a model is not loaded in the expected way: {error!r}") from error
     if not held and cleared:
         raise Retired("a model is returned before the next is loaded")
 
@@ -72,13 +73,13 @@ def apply(server: Any) -> None:
 class _Releasing:
     def __init__(self, mx: Any) -> None:
         self.mx = mx
-        self.local = threading.local()  # .switch: the provider, and the model that it had
+        # .switch: the provider, and the model that it had.
+        self.local = threading.local()
 
     def around_switch(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        # A program that loads models itself may use both. In the generation thread nobody does.
-        former = getattr(
-            instance, "model", None
-        )  # a probe of another guard has a provider with less to it
+        # A program that loads models itself may use both, but not in the generation thread.
+        # The provider in the probe of another guard has no model.
+        former = getattr(instance, "model", None)
         if former is not None and threading.current_thread() is engine.generation_thread:
             self.local.switch = instance, former
         try:
@@ -87,15 +88,13 @@ class _Releasing:
             self.local.switch = None
 
     def around_load(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        """The first that is loaded in a switch; a draft model comes after."""
+        """Free the old model at the first load of a switch; a draft model is loaded after it."""
         switch, self.local.switch = getattr(self.local, "switch", None), None
         if switch is not None and switch[0].model is None:
-            try:
-                switch[1].clear()  # a module is a dict of its weights and of the modules in it
+            what = "the weights of the former model stay until the load is over"
+            with report.contained(what, report.line):
+                # A module is a dict of its weights and of the modules in it.
+                switch[1].clear()
                 gc.collect()
                 self.mx.clear_cache()
-            except Exception as error:
-                report.line(
-                    f"the weights of the former model stay until the load is over: {error!r}"
-                )
         return wrapped(*args, **kwargs)

@@ -1,10 +1,11 @@
-"""systemd takes the server for started while its model still loads, and for well as long as its process lives.
+"""systemd sees the server as started while its model loads, and as healthy while its process lives.
 
-Here, where NOTIFY_SOCKET is set (Type=notify), it is told READY=1 when the model is up and the port is open, STATUS,
-STOPPING=1, and with WatchdogSec= WATCHDOG=1 for as long as deliveries are sound: an interpreter that stands still, or a
-stall that MLX_SHIM_ON_STALL=dump lets be, is then restarted by systemd. A start that waits, or loads, asks for more time
-than TimeoutStartSec= gives it, 90 seconds by default. The variables stay in the environment: systemd hears the main
-process alone, unless NotifyAccess= says otherwise.
+Here, where NOTIFY_SOCKET is set (Type=notify), the shim tells systemd READY=1 when the model is
+loaded and the port is open, STATUS, STOPPING=1, and with WatchdogSec= also WATCHDOG=1 as long as
+the server is not stalled. So systemd restarts it when the interpreter stands still, or after a
+stall that MLX_SHIM_ON_STALL=dump does not end. A start that waits, or loads, asks for more time
+than TimeoutStartSec= gives it (90 seconds by default). The variables stay in the environment:
+systemd listens to the main process only, unless NotifyAccess= says otherwise.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ UPSTREAM = "no issue known"
 MODULE = "mlx_lm.server"
 LIVES_BY = {("turns", "boot"): facts.NEEDED}
 
-EXTEND = 60.0  # seconds more for a start that goes on
-EXTEND_EVERY = 5.0  # seconds until it is asked for again
+# A start that goes on asks for so much more time, and asks again after so long.
+EXTEND_SECONDS = 60.0
+EXTEND_AGAIN_SECONDS = 5.0
 
 
 def probe(server: Any) -> None:
     if not os.environ.get("NOTIFY_SOCKET"):
         raise NotConfigured("NOTIFY_SOCKET is not set")
     if sd_notify.address() is None:
-        raise Incompatible("NOTIFY_SOCKET names no UNIX socket")
+        raise Incompatible("NOTIFY_SOCKET does not name a UNIX socket")
     require(server, "_run_http_server")
     if "server_class" not in inspect.signature(server._run_http_server).parameters:
         raise Incompatible("_run_http_server has no server_class")
@@ -46,7 +48,7 @@ def apply(server: Any) -> None:
 
 
 def _listening(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Have the server note that it listens, once it does."""
+    """Make the server note when it begins to listen."""
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     stock = call.arguments["server_class"]
@@ -62,7 +64,7 @@ def _listening(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def status() -> str:
-    """What `systemctl status` shows: the engine's condition, and what it is about."""
+    """The text of `systemctl status`: the engine's condition, or its reason, and the model."""
     condition, hold = engine.condition, engine.start_wait
     if condition == "stalled":
         return engine.stalled or condition
@@ -76,25 +78,25 @@ def status() -> str:
 
 
 def _is_up() -> bool:
-    """Whether the model is loaded, and has proved itself where it has to."""
+    """Whether the model is loaded, and its self-check is over."""
     return engine.up and engine.proving is None
 
 
 class _Told:
-    """What has been told so far. What could not be delivered is told at the next look."""
+    """Tells systemd, and keeps what it has told. A message that fails is sent at the next look."""
 
     def __init__(self) -> None:
         self._one_at_a_time = threading.Lock()
         self._ready = self._stopping = False
         self._status = ""
         self._alive = 0.0
-        self._extended = -EXTEND_EVERY
+        self._extended = -EXTEND_AGAIN_SECONDS
         self._loading: float | None = None
         self._interval: float | None = None
         self._asked = self._complained = False
 
     def look(self) -> None:
-        """Called by the watchdog, and by the drain's thread as it begins."""
+        """Called by the watchdog, and by the thread of the drain when it begins."""
         try:
             with self._one_at_a_time:
                 self._tell(time.monotonic())
@@ -119,23 +121,20 @@ class _Told:
             self._status = said
         if not self._is_sound(now):
             return
-        if not _is_up() and not self._stopping and now - self._extended >= EXTEND_EVERY:
-            sd_notify.send(EXTEND_TIMEOUT_USEC=int(EXTEND * 1e6))
+        if not _is_up() and not self._stopping and now - self._extended >= EXTEND_AGAIN_SECONDS:
+            sd_notify.send(EXTEND_TIMEOUT_USEC=int(EXTEND_SECONDS * 1e6))
             self._extended = now
         if self._interval is not None and now - self._alive >= self._interval - watchdog.POLL:
             sd_notify.send(WATCHDOG=1)
             self._alive = now
 
     def _is_sound(self, now: float) -> bool:
-        if (
-            engine.final_error is not None
-            or engine.generation_is_over
-            or engine.stalled is not None
-        ):
+        is_ending = engine.final_error is not None or engine.generation_is_over
+        if is_ending or engine.stalled is not None:
             return False
         if (_is_up() and not engine.loading) or engine.start_wait is not None:
             self._loading = None
             return True
         if self._loading is None:
             self._loading = now
-        return now - self._loading < sd_notify.LOADING
+        return now - self._loading < sd_notify.LOADING_LIMIT

@@ -1,9 +1,10 @@
-"""/health tells what is known, and an idle engine may have stopped working since anybody tried it.
+"""/health says what the server knows; an idle engine may no longer work, and no request shows it.
 
-Here GET /health/generate (or /health_generate) is answered 200 once a token has come out of the
-engine since it was asked. Where clients are served, a token of theirs is enough. Else the shim
-makes one short request of its own, one at a time. After 20 seconds (?timeout=) the answer is 503,
-with the reason. `python -m shim probe URL` asks it. Where there is a key it has to be brought.
+Here GET /health/generate (or /health_generate) is answered with 200 once a token has come out of
+the engine since the question. While clients are served, a token of theirs is enough. While the
+engine is idle, the shim makes one short request of its own, one at a time. After 20 seconds
+(?timeout=) the answer is 503, with the reason. `python -m shim probe URL` asks it. Where there is a
+key, the client must bring it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from ..engine import answering, generation_probe, own_request
 
 UPSTREAM = "no issue known; SGLang has /health_generate"
 MODULE = "mlx_lm.server"
-LIVES_BY = {"deliveries": "tokens of others are not seen: it always brings a request of its own"}
+LIVES_BY = {
+    "deliveries": "it does not see the tokens of clients, and always makes a request of its own"
+}
 
 PATHS = ("/health/generate", "/health_generate")
-TIMEOUT = 20.0  # seconds
-LONGEST = 600.0  # seconds
+# Seconds for a token, if the question gives none, and at most.
+DEFAULT_TIMEOUT = 20.0
+LONGEST_TIMEOUT = 600.0
 
 
 def probe(server: Any) -> None:
@@ -68,13 +72,12 @@ class _Door:
 def _seconds(query: str) -> float:
     given = parse_qs(query, keep_blank_values=True).get("timeout")
     if given is None:
-        return TIMEOUT
+        return DEFAULT_TIMEOUT
     try:
         seconds = parse_duration(given[-1])
     except ValueError as error:
         raise invalid("timeout", f"timeout is {given[-1][:50]!r}; {error}") from None
-    if not 0 < seconds <= LONGEST:
-        raise invalid(
-            "timeout", f"timeout is {given[-1][:50]!r}; accepted: up to {LONGEST:g} seconds, not 0"
-        )
+    if not 0 < seconds <= LONGEST_TIMEOUT:
+        accepted = f"up to {LONGEST_TIMEOUT:g} seconds, not 0"
+        raise invalid("timeout", f"timeout is {given[-1][:50]!r}; accepted: {accepted}")
     return seconds

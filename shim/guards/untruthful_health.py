@@ -1,7 +1,8 @@
-"""/health says ok while the model loads, while the engine is wedged and (0.31.3) when it is dead; /v1/models always.
+"""/health says ok while the model loads, while the engine is stuck and (0.31.3) after it has died.
 
-Here /health tells what is true, with numbers a supervisor can use; /health/live is 200 while the process should be left
-alone, and /health/ready while a request would be served. None takes a lock or asks MLX.
+/v1/models says so always. Here /health tells the truth, with numbers that a supervisor can use.
+/health/live is 200 while the process should be left alone, and /health/ready is 200 while a request
+would be served. None of them takes a lock or calls MLX.
 """
 
 from __future__ import annotations
@@ -17,12 +18,10 @@ from ..engine.state import Condition, engine
 
 UPSTREAM = "mlx-lm 1505, 1791"
 MODULE = "mlx_lm.server"
-
-
 LIVES_BY = {
     ("boot", "turns"): "it is ok while the model of --model is loaded",
     "loads": "it is ok while a model is loaded for a request",
-    "deliveries": "counters and seconds_since_delivery tell nothing",
+    "deliveries": "counters and seconds_since_delivery are not reliable",
     "handlers": "in_flight counts requests whose body is still being read",
 }
 
@@ -40,7 +39,7 @@ def apply(server: Any) -> None:
     patch.try_wrap(server, "get_system_fingerprint", _Once())
 
 
-# For each path, the conditions that are good news.
+# For each path, the conditions that are answered with 200.
 _GOOD: dict[str, set[Condition]] = {
     "/health": {"ok"},
     "/health/ready": {"ok"},
@@ -54,29 +53,22 @@ def _do_get(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     now, hold = engine.condition, engine.start_wait
     left = hold.seconds_left if hold is not None else RETRY_AFTER
-    why = (
-        {"reason": hold.reason, "seconds_left": left}
-        if hold is not None and now == "breaker"
-        else {}
-    )
-    body = {
-        "status": now,
-        **why,
+    since = round(engine.clock - engine.delivered, 1) if engine.deliveries else None
+    body: dict[str, Any] = {"status": now}
+    if hold is not None and now == "breaker":
+        body |= {"reason": hold.reason, "seconds_left": left}
+    body |= {
         "in_flight": engine.in_flight,
-        "seconds_since_delivery": round(engine.clock - engine.delivered, 1)
-        if engine.deliveries
-        else None,
+        "seconds_since_delivery": since,
         "uptime": round(engine.uptime, 1),
         "counters": engine.counters,
-        **(
-            {}
-            if engine.memory is None
-            else {"memory": engine.memory._asdict() | {"short": engine.memory_error is not None}}
-        ),
-        "shim": __version__,
-        **({"unseen": facts.shown()} if facts.shown() else {}),
-        "guards": {name: state.kind for name, state in report.states.items()},
     }
+    if engine.memory is not None:
+        body["memory"] = engine.memory._asdict() | {"short": engine.memory_error is not None}
+    body["shim"] = __version__
+    if facts.shown():
+        body["unseen"] = facts.shown()
+    body["guards"] = {name: state.kind for name, state in report.states.items()}
     good = now in _GOOD[path] and (engine.memory_error is None or path != "/health/ready")
     answers.send(instance, 200 if good else 503, json.dumps(body).encode(), None if good else left)
     return None
@@ -92,7 +84,7 @@ def _models(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Once:
-    """The fingerprint asks MLX for its device at every connection; it does not change."""
+    """Keeps the fingerprint: stock asks MLX for it at every connection, and it does not change."""
 
     def __init__(self) -> None:
         self.value: Any = None

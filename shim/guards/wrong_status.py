@@ -1,8 +1,9 @@
-"""Every failure is answered 404, and a stream that fails is cut so that it looks complete or says nothing.
+"""Every failure gets 404, and a stream that fails is cut off: it looks complete, or is empty.
 
-Whatever `generate()` raises, stock answers 404 with a bare string; what fails later leaves a closed connection, or a
-stream without an error under a 200. Here a bad request is 400, a model that does not exist 404, a failed generation
-500, an engine that cannot serve 503, in the shape of OpenAI's API; in the middle of a stream it is one SSE event
+Stock answers every exception of `generate()` with 404 and a bare string. A failure after that
+closes the connection, or ends a stream under a 200 without an error. Here a bad request gets 400, a
+model that does not exist 404, a failed generation 500, and an engine that cannot serve 503, in the
+format of OpenAI's API. In the middle of a stream the client gets one SSE event
 `data: {"error": ...}` and no [DONE].
 """
 
@@ -26,14 +27,19 @@ NOT_FOUND = 404
 
 
 class _Answer(Exception):
-    """Carries what `generate` raised out of stock's except block, which was about to answer 404."""
+    """Carries an exception of `generate` out of stock's except block, which would answer 404."""
 
 
 def probe(server: Any) -> None:
     require(
-        server, "APIHandler.handle_completion", "APIHandler._set_completion_headers(status_code)", "APIHandler._set_cors_headers",
-        "APIHandler.do_POST", "ResponseGenerator._tokenize", "ModelProvider.load",
-    )  # fmt: skip
+        server,
+        "APIHandler.handle_completion",
+        "APIHandler._set_completion_headers(status_code)",
+        "APIHandler._set_cors_headers",
+        "APIHandler.do_POST",
+        "ResponseGenerator._tokenize",
+        "ModelProvider.load",
+    )
 
 
 def apply(server: Any) -> None:
@@ -45,7 +51,7 @@ def apply(server: Any) -> None:
 
 
 def _marking(origin: str) -> patch.Wrapper:
-    """Write on an exception where it came from: in the handler nothing else tells."""
+    """A wrapper that notes on an exception where it was raised: the handler has no other sign."""
 
     def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -59,16 +65,14 @@ def _marking(origin: str) -> patch.Wrapper:
 
 
 def _set_completion_headers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    status = args[0] if args else kwargs.get("status_code", 200)
+    status = patch.given(wrapped, args, kwargs, "status_code", 0)
     cause = sys.exc_info()[1]
-    if (
-        status == NOT_FOUND
-        and isinstance(cause, Exception)
-        and isinstance(instance.wfile, answers.HeldBody)
-    ):
+    held = isinstance(instance.wfile, answers.HeldBody)
+    if status == NOT_FOUND and isinstance(cause, Exception) and held:
         raise _Answer from cause
-    if isinstance(cause, ShimError) and not isinstance(instance.wfile, answers.HeldBody):
-        raise cause  # a request that is refused while it is read: out of stock's except block, which says less
+    if isinstance(cause, ShimError) and not held:
+        # A request that is refused while it is read: stock's except block would say less.
+        raise cause
     return wrapped(*args, **kwargs)
 
 
@@ -87,9 +91,8 @@ def _handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
         out.release()
     except Exception as error:
         cause = error.__cause__ if isinstance(error, _Answer) and error.__cause__ else error
-        if isinstance(
-            cause, (ClientGone, BrokenPipeError, ConnectionResetError)
-        ) and not _came_from_engine(cause):
+        gone = isinstance(cause, (ClientGone, BrokenPipeError, ConnectionResetError))
+        if gone and not _came_from_engine(cause):
             report.debug("a client has gone")
             instance.close_connection = True
             return None
@@ -101,7 +104,7 @@ def _handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
 
 
 def _came_from_engine(cause: BaseException) -> bool:
-    """Whether the generation thread put it on the queue: a reset connection may be that of a model's download."""
+    """Whether the generation thread raised it: a reset connection may be that of a download."""
     return hasattr(cause, "_shim_origin")
 
 
@@ -116,7 +119,7 @@ def _answer(handler: Any, cause: BaseException, out: answers.HeldBody) -> None:
     try:
         answers.answer(handler, told, out)
     except OSError as gone:
-        report.debug(f"nobody is there to be told: {gone!r}")
+        report.debug(f"the client has gone before it was answered: {gone!r}")
 
 
 def _translate(cause: BaseException) -> ShimError:
@@ -132,7 +135,8 @@ def _translate(cause: BaseException) -> ShimError:
         return _translate_load(cause, what)
     if engine.generation_is_over or engine.final_error is not None:
         return engine.final_error or errors.engine_dead()
-    if origin is None:  # the handler's own
+    if origin is None:
+        # The handler raised it itself.
         return ShimError(500, "internal_error", f"the answer could not be made: {what}")
     where = getattr(cause, "_shim_where", "")
     return ShimError(
@@ -144,7 +148,7 @@ def _translate_load(cause: BaseException, what: str) -> ShimError:
     named = getattr(cause, "_shim_named", ())
     if any(name is not None and not isinstance(name, str) for name in named):
         return ShimError(
-            400, "invalid_request", "model, adapters and draft_model are names: strings"
+            400, "invalid_request", "model, adapters and draft_model are names and must be strings"
         )
     names = [name for name in named if name not in (None, model_names.DEFAULT)]
     if model_names.is_missing(cause) and not all(Path(name).exists() for name in names):

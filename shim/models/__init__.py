@@ -1,1 +1,1 @@
-"""What several guards have to know about models: their names, files, weights and caches."""
+"""Facts about models that several guards use: their names, files, weights and caches."""

@@ -1,7 +1,8 @@
-"""An attribute that holds an array and moves by Python integers, without a chain of lazy operations behind it.
+"""An attribute that holds an array and counts what is added to it as a Python integer.
 
-`x = x + n` on an mx.array makes a node that keeps x and a buffer for n alive until somebody evaluates it. Caches do that
-once a token, and nobody evaluates what no layer reads.
+`x = x + n` on an mx.array makes a node that keeps x and a buffer for n alive until the result is
+evaluated. Caches do that once a token, and an array that no layer reads is never evaluated: the
+nodes form a chain that grows.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from ..core import patch
 
 
 class Deferred:
-    """A data descriptor: the array as it was last assigned, and how far it has moved since.
+    """A data descriptor: the array that was last assigned, and the integer added to it since.
 
-    Whoever reads gets the sum, which is not stored: it goes with its reader.
+    A reader gets the sum. The sum is not stored, so it lives only as long as the reader keeps it.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,22 +34,21 @@ class Deferred:
         cache.__dict__[self.moved] = 0
 
     def move(self, cache: Any, n: int) -> None:
-        """Add `n` to what a reader gets, if there is an array."""
+        """Add `n` to the value that a reader gets, if there is an array."""
         if cache.__dict__.get(self.array) is not None:
             cache.__dict__[self.moved] += n
 
 
 def install(mx: Any, owner: type, *names: str) -> None:
-    """Make these attributes of `owner` deferred. Copies and pickles have the attributes of the stock class."""
+    """Make these attributes of `owner` deferred. Copies and pickles have them as stock does."""
     for name in names:
         setattr(owner, name, Deferred(name))
 
     def getstate(cache: Any) -> dict[str, Any]:
         own = {key: value for key, value in cache.__dict__.items() if not key.startswith("_shim_")}
         values = {name: getattr(cache, name) for name in names}
-        mx.async_eval(
-            [value for value in values.values() if value is not None]
-        )  # else a copy of a copy is a chain
+        # Otherwise a copy of a copy would be a chain.
+        mx.async_eval([value for value in values.values() if value is not None])
         return own | values
 
     def setstate(cache: Any, state: dict[str, Any]) -> None:
@@ -60,7 +60,10 @@ def install(mx: Any, owner: type, *names: str) -> None:
 
 
 def settling(mx: Any, *names: str) -> patch.Wrapper:
-    """Around what rebuilds these attributes when a batch changes: start their evaluation, so that their inputs can go."""
+    """A wrapper for functions that rebuild these attributes when a batch changes.
+
+    It starts their evaluation, so that their inputs can be freed.
+    """
 
     def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         result = wrapped(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What is given to the prompt cache becomes its own: the generation loop keeps no hold of it."""
+"""The arguments of the prompt cache's insertion, and how the cache alone comes to own its entry."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import Any
 
 
 def entry_of(args: Any, kwargs: Any) -> Any:
-    """The caches, one a layer, in the arguments of `LRUPromptCache.insert_cache`."""
+    """The caches, one for each layer, in the arguments of `LRUPromptCache.insert_cache`."""
     return args[2] if len(args) > 2 else kwargs.get("prompt_cache")  # noqa: PLR2004
 
 
 def take_over(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of `insert_cache` with a list of its own, the one that was given emptied.
+    """The arguments of `insert_cache` with a new list of caches; the given list is emptied.
 
-    Variables of stock's loop have the lists of its last step, for as long as the server is idle or loads a model: what
-    is dropped from the prompt cache would be held by them.
+    Variables of stock's loop hold the lists of its last step while the server is idle or loads a
+    model. They would keep an entry alive that the prompt cache has dropped.
     """
     given = entry_of(args, kwargs)
-    if type(given) is not list:  # what is more than a list says something to others
+    # A subclass of list has a meaning for another guard.
+    if type(given) is not list:
         return args, kwargs
     own = [*given]
     given.clear()

@@ -1,4 +1,7 @@
-"""What a token takes in the caches of a model, learnt from a cache that has been filled. No model family is known by name."""
+"""The bytes that a token takes in the caches of a model, learnt from filled caches.
+
+No model family is known by name.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,44 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+# Tokens: the answer for caches that do not grow.
+ANY_LENGTH = 1 << 32
+
 
 class Layer(NamedTuple):
-    """Bytes that one layer keeps for a sequence."""
+    """The memory that one layer keeps for a sequence."""
 
+    # Bytes.
     per_token: float
-    window: float  # tokens, of which it keeps no more; infinite for most
-    step: int  # tokens it takes room for at a time
-    constant: int  # whatever the length, as the state of a recurrent layer
+    # The most tokens that it keeps; infinite for most layers.
+    window: float
+    # It allocates room for so many tokens at a time.
+    step: int
+    # Bytes that do not depend on the length, such as the state of a recurrent layer.
+    constant: int
+
+    def bytes_of(self, tokens: int) -> float:
+        """The bytes for a sequence of so many tokens."""
+        steps = math.ceil(min(tokens, self.window) / self.step)
+        return self.constant + self.per_token * steps * self.step
 
 
 class Cost(NamedTuple):
-    """Of a sequence, by its length in tokens."""
+    """The memory that a sequence takes, by its length in tokens."""
 
     layers: tuple[Layer, ...]
 
     def bytes_of(self, tokens: int) -> int:
-        """For a sequence of so many tokens."""
-        return int(
-            sum(
-                layer.constant
-                + layer.per_token * math.ceil(min(tokens, layer.window) / layer.step) * layer.step
-                for layer in self.layers
-            )
-        )
+        """The bytes of a sequence of so many tokens."""
+        return int(sum(layer.bytes_of(tokens) for layer in self.layers))
 
     @property
     def per_token(self) -> float:
-        """Bytes that one more token takes, as long as no window is full."""
+        """The bytes of one more token, as long as no window is full."""
         return sum(layer.per_token for layer in self.layers)
 
     def tokens_within(self, room: int) -> int:
-        """The longest sequence that takes no more than `room` bytes; 0 where not even one token does."""
+        """The length of the longest sequence in `room` bytes; 0 if not even one token fits."""
         if self.bytes_of(1) > room:
             return 0
         low, high = 1, 2
@@ -51,17 +60,18 @@ class Cost(NamedTuple):
         return low
 
 
-ANY_LENGTH = 1 << 32  # tokens: nothing grows
-
-
 def learn(caches: Sequence[Any]) -> Cost:
-    """From the caches of one sequence that holds some tokens; one of a batch gives the cost of all its sequences."""
+    """The cost by the caches of one sequence that holds some tokens.
+
+    The caches of a batch give the cost of all its sequences together.
+    """
     return Cost(tuple(_layer(cache) for cache in _flat(caches)))
 
 
 def _flat(caches: Sequence[Any]) -> Iterator[Any]:
     for cache in caches:
-        inner = getattr(cache, "caches", None)  # of a CacheList
+        # Only a CacheList has inner caches.
+        inner = getattr(cache, "caches", None)
         if inner is not None:
             yield from _flat(inner)
         else:
@@ -69,14 +79,15 @@ def _flat(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def _layer(cache: Any) -> Layer:
-    """One with `keys` grows along their last axis but one; any other is taken for constant, which refuses nobody."""
+    """The cost of one cache. With `keys` it grows along their last axis but one.
+
+    Any other cache is taken as constant: then no request is refused for it.
+    """
     keys = getattr(cache, "keys", None)
-    first: Any = (
-        keys[0] if isinstance(keys, list | tuple) and keys else keys
-    )  # quantized: values, scales and biases
+    # Quantized keys are a sequence of values, scales and biases.
+    first: Any = keys[0] if isinstance(keys, list | tuple) and keys else keys
     if first is None or getattr(first, "ndim", 0) < 2:  # noqa: PLR2004
-        return Layer(
-            0, math.inf, 1, cache.nbytes if keys is None and hasattr(cache, "cache") else 0
-        )
+        constant = cache.nbytes if keys is None and hasattr(cache, "cache") else 0
+        return Layer(0, math.inf, 1, constant)
     window = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None) or math.inf
     return Layer(cache.nbytes / first.shape[-2], window, int(getattr(cache, "step", 1)), 0)

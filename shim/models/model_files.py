@@ -1,6 +1,7 @@
-"""Whether stock could load a model or an adapter, told from its files: no weights are read, nothing is built.
+"""Tells from the files whether stock can load a model or an adapter; no weights are read.
 
-Only what makes stock fail for certain is refused. What passes may still fail when it is loaded.
+It refuses only what makes stock fail for certain. Other models may still fail when stock loads
+them.
 """
 
 from __future__ import annotations
@@ -17,23 +18,34 @@ from ..core import errors, report
 from ..core.errors import ShimError
 from .model_names import is_missing, quote_name
 
-# A file that stock opens by itself, if it is there. Opening a pipe waits for ever, reading /dev/zero never ends.
-_OPENED = (".json", ".safetensors", ".py", ".txt", ".model", ".tiktoken", ".jinja", ".jsonl")
-_LARGEST_CONFIG = 16 * 1024 * 1024  # bytes
+# Stock opens every file with such a suffix. It would wait without end to open a pipe, or to read
+# /dev/zero.
+_OPENED_SUFFIXES = (
+    ".json",
+    ".safetensors",
+    ".py",
+    ".txt",
+    ".model",
+    ".tiktoken",
+    ".jinja",
+    ".jsonl",
+)
+_MAX_CONFIG_BYTES = 16 * 1024 * 1024
 
 
 def check_model(param: str, name: str, *, trusted: bool, shards: bool) -> None:
-    """Raise a ShimError unless stock can be expected to load the model `name`, which is downloaded if it has to be.
+    """Raise a ShimError unless stock is likely to load the model `name`.
 
-    `trusted` is whether stock would run code from the folder. `shards` is whether each machine loads a part of it,
-    which is then downloaded by stock when it knows which.
+    The model is downloaded if it has to be. `trusted`: stock would run code from the folder.
+    `shards`: each machine loads a part of the model, which stock downloads later, when it knows
+    which part.
     """
     folder = _folder_of(param, name, ["*.json"] if shards else None)
     _refuse(param, name, lambda: _why_no_model(folder, trusted=trusted, shards=shards))
 
 
 def check_adapter(name: str) -> None:
-    """Raise a ShimError unless stock can be expected to load the adapter in the folder `name`."""
+    """Raise a ShimError unless stock is likely to load the adapter in the folder `name`."""
     param = "adapters"
     if not _exists(param, name):
         raise ShimError(
@@ -46,7 +58,10 @@ def check_adapter(name: str) -> None:
 
 
 def runs_code(provider: Any, *, draft: bool) -> bool:
-    """Whether stock runs a model's own code (`model_file`). Releases without the question always do; for a draft, none."""
+    """Whether stock runs a model's own code (`model_file`).
+
+    A release without --trust-remote-code always does. The others never do so for a draft model.
+    """
     utils = importlib.import_module("mlx_lm.utils")
     asks = "trust_remote_code" in inspect.signature(utils.load).parameters
     return not asks or (bool(provider.cli_args.trust_remote_code) and not draft)
@@ -55,14 +70,15 @@ def runs_code(provider: Any, *, draft: bool) -> bool:
 def _refuse(param: str, name: str, why_not: Any) -> None:
     try:
         reason = why_not()
-    except Exception as error:  # stock would meet it too
+    except Exception as error:
+        # Stock would fail in the same way.
         reason = f"{type(error).__name__}: {report.one_line(error, 200)}"
     if reason:
         raise errors.invalid(param, f"{param} {quote_name(name)} cannot be loaded: {reason}")
 
 
 def _exists(param: str, name: str) -> bool:
-    """As stock asks it; a path that cannot even be asked about is answered here."""
+    """Whether the path exists, by stock's test. Raises ShimError if the system cannot tell."""
     try:
         return Path(name).exists()
     except OSError as error:
@@ -83,7 +99,10 @@ def _folder_of(param: str, name: str, patterns: list[str] | None) -> Path:
     except Exception as error:
         what = report.one_line(error, 200)
         if is_missing(error):
-            told = f"{param} {quote_name(name)} does not exist: no folder here has that name, and the hub says: {what}"
+            told = (
+                f"{param} {quote_name(name)} does not exist: no folder here has that name, "
+                f"and the hub says: {what}"
+            )
             raise ShimError(404, "model_not_found", told, param=param) from error
         told = f"{param} {quote_name(name)} could not be downloaded: {type(error).__name__}: {what}"
         raise ShimError(500, "model_load_failed", told, param=param) from error
@@ -100,7 +119,8 @@ def _why_no_model(folder: Path, *, trusted: bool, shards: bool) -> str:
     reason = _why_no_class(utils, folder, config, trusted)
     if reason or shards:
         return reason
-    weights = glob.glob(str(folder / "model*.safetensors"))  # noqa: PTH207 - as stock looks for them
+    # Stock looks for them in this way.
+    weights = glob.glob(str(folder / "model*.safetensors"))  # noqa: PTH207
     if not weights:
         return "the folder has no model*.safetensors"
     names = [path.name for path in folder.iterdir()]
@@ -115,12 +135,16 @@ def _why_no_class(utils: Any, folder: Path, config: dict[str, Any], trusted: boo
     file = config.get("model_file")
     if file is not None:
         if not trusted:
-            return f"its code ({quote_name(file)}) would have to be run, which is off (--trust-remote-code)"
+            return (
+                f"its code ({quote_name(file)}) would have to be run, "
+                "which is off (--trust-remote-code)"
+            )
         return "" if (folder / file).is_file() else f"the folder has no {quote_name(file)}"
     if "model_type" not in config:
         return "config.json has no model_type"
     _, model_args = utils._get_classes(config=config)
-    model_args.from_dict(config)  # raises where an entry without a default is missing
+    # This raises if an entry without a default is missing.
+    model_args.from_dict(config)
     return ""
 
 
@@ -144,8 +168,8 @@ def _why_no_json(path: Path) -> str:
         return f"the folder has no {path.name}"
     if not path.is_file():
         return f"{path.name} is not a regular file"
-    if path.stat().st_size > _LARGEST_CONFIG:
-        return f"{path.name} is larger than {_LARGEST_CONFIG >> 20} MiB"
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        return f"{path.name} is larger than {_MAX_CONFIG_BYTES >> 20} MiB"
     try:
         parsed = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
@@ -154,16 +178,21 @@ def _why_no_json(path: Path) -> str:
 
 
 def _odd_file(folder: Path) -> str:
-    """A pipe, a socket or a device where stock expects a file."""
+    """Why the folder cannot be read: a pipe, a socket or a device where stock expects a file."""
     for entry in os.scandir(folder):
-        odd = entry.name.endswith(_OPENED) and not entry.is_file() and not entry.is_dir()
-        if odd and Path(entry.path).exists():  # a link that leads nowhere is no file, to stock too
+        opened = entry.name.endswith(_OPENED_SUFFIXES)
+        odd = opened and not entry.is_file() and not entry.is_dir()
+        # For a link without a target stock sees no file either.
+        if odd and Path(entry.path).exists():
             return f"{entry.name} is not a regular file"
     return ""
 
 
 def why_no_tensors(path: Path) -> str:
-    """Why a safetensors file cannot be read: a copy that was cut short, or a pointer of git-lfs, shows in its header."""
+    """Why a safetensors file cannot be read.
+
+    Its header shows a copy that was cut short, or a pointer of git-lfs.
+    """
     if not path.is_file():
         return f"the folder has no file {path.name}"
     size = path.stat().st_size

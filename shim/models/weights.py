@@ -1,4 +1,4 @@
-"""What the weights of the loaded model take."""
+"""The size of the loaded model's weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 
 def size(provider: Any, array: type) -> int:
-    """Bytes of a ModelProvider's model and draft model, each array once; 0 with none loaded. Nothing is evaluated."""
+    """The bytes of a ModelProvider's model and draft model, each array once; 0 if none is loaded.
+
+    Nothing is evaluated.
+    """
     arrays: dict[int, int] = {}
     for model in (getattr(provider, "model", None), getattr(provider, "draft_model", None)):
         _weigh(model.parameters() if model is not None else None, array, arrays)

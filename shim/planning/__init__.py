@@ -1,1 +1,1 @@
-"""How much memory a model takes and what to leave free, for the command line. No server imports this."""
+"""How much memory a model takes and how much to leave free."""

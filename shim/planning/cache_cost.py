@@ -1,7 +1,8 @@
-"""What a token takes in the caches of a model, before it is loaded: built from its config.json, without its weights.
+"""How much memory a token takes in the caches of a model, told without loading its weights.
 
-MLX computes nothing that nobody looks at, so that a cache which a token has gone through has its shapes and types, and
-neither it nor the model takes memory. That is done in a process of its own, in case a model does look.
+A child process builds the model from its config.json and puts one token through its caches. MLX is
+lazy: the caches get their shapes and types, but no memory, as long as no code reads a value. The
+child is there for models that do read one.
 """
 
 from __future__ import annotations
@@ -22,18 +23,28 @@ from ..core import report, settings
 from ..models import kv_cost
 from ..models.kv_cost import Cost, Layer
 
-LIMIT = 60  # seconds, of which the imports take most
-MOST_MEMORY = 1 << 30  # bytes of MLX
-_EVERY = 0.02  # seconds
-_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from shim.planning import cache_cost; cache_cost.main(*sys.argv[2:])"
+# Seconds for the child. The imports take most of them.
+LIMIT = 60
+# Bytes that MLX may allocate in the child.
+MOST_MEMORY = 1 << 30
+_WATCH_EVERY = 0.02  # seconds
+_PROGRAM = """\
+import sys
+sys.path.insert(0, sys.argv[1])
+from shim.planning import cache_cost
+cache_cost.main(*sys.argv[2:])
+"""
 
 
 class NotKnown(Exception):
-    """Why, in a line."""
+    """The cost cannot be told. The message says why, in one line."""
 
 
 def ask(folder: Path, dtype: str) -> Cost:
-    """Of the model in `folder`, whose weights are `dtype`, from a child of this interpreter. Raises NotKnown."""
+    """Ask a child process for the cost of the model in `folder`, whose weights are `dtype`.
+
+    Raises NotKnown.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         answer = Path(scratch) / "answer"
         command = [
@@ -47,12 +58,16 @@ def ask(folder: Path, dtype: str) -> Cost:
         ]
         try:
             child = subprocess.run(
-                command, env=os.environ | {settings.KILL_SWITCH: "0"}, capture_output=True, check=False, timeout=LIMIT,
-            )  # fmt: skip
+                command,
+                env=os.environ | {settings.KILL_SWITCH: "0"},
+                capture_output=True,
+                check=False,
+                timeout=LIMIT,
+            )
         except subprocess.TimeoutExpired:
             raise NotKnown(f"it could not be built within {LIMIT} s") from None
         if child.returncode == -signal.SIGKILL:
-            raise NotKnown("it computes something when it is built, which was stopped")
+            raise NotKnown("it computes something while it is built, so it was stopped")
         if child.returncode or not answer.exists():
             said = child.stderr.decode(errors="replace").strip().splitlines()
             raise NotKnown(said[-1][:200] if said else f"status {child.returncode}")
@@ -63,7 +78,7 @@ def ask(folder: Path, dtype: str) -> Cost:
 
 
 def main(folder: str, dtype: str, answer: str) -> None:
-    """In the child."""
+    """Write the cost into the file `answer`. Runs in the child."""
     threading.Thread(target=_watch, daemon=True).start()
     try:
         config = importlib.import_module("mlx_lm.utils").load_config(Path(folder))
@@ -78,14 +93,18 @@ def main(folder: str, dtype: str, answer: str) -> None:
 
 
 def of(config: dict[str, Any], dtype: str) -> Cost:
-    """By a model built from `config`; nothing of it is computed. Raises NotKnown, and what the model raises."""
+    """Build the model from `config`, compute nothing, and tell its cost.
+
+    Raises NotKnown, and whatever the model raises.
+    """
     if config.get("model_file") is not None:
-        raise NotKnown("it brings code of its own, which is not run here")
+        raise NotKnown("it brings code of its own, which the shim does not run")
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import _get_classes
 
-    mx.set_default_device(mx.cpu)  # no kernel of a GPU is made for it
+    # The CPU: MLX then compiles no GPU kernel.
+    mx.set_default_device(mx.cpu)
     model_class, arguments = _get_classes(config=config)
     model = model_class(arguments.from_dict(config))
     model.set_dtype(getattr(mx, dtype))
@@ -99,8 +118,8 @@ def of(config: dict[str, Any], dtype: str) -> Cost:
 
 
 def _watch() -> None:
-    """A model that computes while it is built would take the memory of all its weights."""
+    """End the child once MLX takes memory: computing would take the memory of all weights."""
     mx = importlib.import_module("mlx.core")
     while mx.get_active_memory() < MOST_MEMORY:
-        time.sleep(_EVERY)
+        time.sleep(_WATCH_EVERY)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,7 @@
-"""A model that is on this machine: where, how large, of which type. Nothing is downloaded, nothing of mlx imported."""
+"""Where a model is on this machine, how large, and of which type.
+
+It downloads nothing and does not import mlx.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,28 @@ from typing import Any
 from ..core.report import one_line
 from ..models.model_files import why_no_tensors
 
-# Of safetensors, and as config.json and mlx name them.
+# The types of safetensors, and their names in config.json and mlx.
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-_LONGEST_HEADER = 100 << 20  # bytes, as safetensors itself has it
-
+# Bytes. safetensors has the same limit.
+_LONGEST_HEADER = 100 << 20
 
 ACCEPTED = "accepted: a folder with a model, or a Hugging Face repo that is in the local cache"
 
 
 class NotHere(Exception):
-    """No model that could be served: why, in a line, without its name."""
+    """The model cannot be served from here. The message says why, in one line, without its name."""
 
 
 def find(name: str, environ: Mapping[str, str]) -> Path:
-    """The folder of a model, given as a folder or as a repo of the hub that is in the local cache. Raises NotHere."""
+    """The folder of a model: `name` itself, or a hub repo in the local cache. Raises NotHere."""
     try:
         folder = Path(name).expanduser() if name else None
         found = folder if folder and folder.exists() else in_cache(name, environ)
         described = found is not None and (found / "config.json").is_file()
     except PermissionError:
         raise NotHere("it is closed to this user") from None
-    except (OSError, ValueError, RuntimeError):  # too long, a NUL, a ~ of nobody
+    # A name that is too long, has a NUL, or has a ~ with a user that does not exist.
+    except (OSError, ValueError, RuntimeError):
         found = None
     if found is None:
         raise NotHere("neither a folder that is there nor in the cache of the hub")
@@ -41,7 +45,7 @@ def find(name: str, environ: Mapping[str, str]) -> Path:
 
 
 def in_cache(name: str, environ: Mapping[str, str]) -> Path | None:
-    """The snapshot of a repo in the hub's cache that `main` names, or another if that is not there."""
+    """The snapshot that `main` names of a repo in the hub's cache, or another if it is missing."""
     home = (
         environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     )
@@ -56,7 +60,7 @@ def in_cache(name: str, environ: Mapping[str, str]) -> Path | None:
 
 
 def config(folder: Path) -> dict[str, Any]:
-    """Its config.json. Raises NotHere."""
+    """Read its config.json. Raises NotHere."""
     try:
         parsed = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -67,7 +71,7 @@ def config(folder: Path) -> dict[str, Any]:
 
 
 def weights(folder: Path) -> list[Path]:
-    """The files that stock loads: all there, and whole as far as their headers tell. Raises NotHere."""
+    """The files that stock loads. Raises NotHere where one is missing or cut short."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise NotHere("it has no model*.safetensors")
@@ -75,7 +79,8 @@ def weights(folder: Path) -> list[Path]:
         missing = _named(folder / "model.safetensors.index.json") - {file.name for file in files}
         why = f"{len(missing)} of its weight files are not there" if missing else ""
         why = why or next((why for why in map(why_no_tensors, files) if why), "")
-    except Exception as error:  # no JSON, or another than it should be
+    # The file is not JSON, or not the JSON that it should be.
+    except Exception as error:
         why = f"its weights cannot be read: {type(error).__name__}: {one_line(error, 100)}"
     if why:
         raise NotHere(why)
@@ -88,9 +93,9 @@ def size(folder: Path) -> int:
 
 
 def dtype(folder: Path, described: Mapping[str, Any]) -> str:
-    """What its weights are made of where they are not packed, which is what its caches are made of; float32 if unknown.
+    """The type of its unpacked weights, which is the type of its caches; float32 if unknown.
 
-    From the weights themselves where they are here, else from config.json.
+    It is read from the weights where they are here, else from config.json.
     """
     for file in sorted(folder.glob("model*.safetensors"))[:1]:
         with file.open("rb") as opened:
@@ -110,13 +115,13 @@ def dtype(folder: Path, described: Mapping[str, Any]) -> str:
 
 
 def longest(described: Mapping[str, Any]) -> int | None:
-    """Tokens of the longest context it was made for, if its config.json says."""
+    """The longest context the model was made for, in tokens, if config.json says."""
     found = of_text(described, "max_position_embeddings")
     return found if isinstance(found, int) and found > 0 else None
 
 
 def of_text(described: Mapping[str, Any], entry: str) -> Any:
-    """An entry of config.json; a model that also sees has those of its language model in text_config."""
+    """An entry of config.json. A vision model keeps those of its language model in text_config."""
     inner = described.get("text_config")
     return described.get(entry) or (inner.get(entry) if isinstance(inner, dict) else None)
 

@@ -1,1 +1,1 @@
-"""Stand-ins with which a guard tries, at start, whether this release of mlx-lm has the guard's defect."""
+"""Stand-ins with which a guard tries at start whether this release of mlx-lm has its defect."""

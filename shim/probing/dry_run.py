@@ -1,4 +1,4 @@
-"""Lets a probe run a stock function without a server, to see whether its defect is there."""
+"""Lets a probe run a stock function without a server, to see whether it has the defect."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def of(function: Any, **names: Any) -> Callable[..., Any]:
-    """A copy of a stock function, without the wrappers around it, which sees `names` in place of its module's own.
+    """A copy of a stock function without its wrappers, with `names` in place of its module's own.
 
-    With `logging=Anything()` it leaves the logging of a program that is still starting alone: the first call of
-    `logging.debug` would set it up.
+    With `logging=Anything()` it does not touch the logging of a program that is still starting: the
+    first call of `logging.debug` would set that up.
     """
     stock = inspect.unwrap(function)
     copy = types.FunctionType(
@@ -27,7 +27,7 @@ def of(function: Any, **names: Any) -> Callable[..., Any]:
 
 
 class Anything:
-    """Stands for what the function merely passes by: any attribute, any call, an iteration over nothing."""
+    """Stands for any object that does not matter: it has all attributes, is callable and empty."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)

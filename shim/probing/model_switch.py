@@ -1,4 +1,7 @@
-"""Lets a probe see what stock's generation loop holds when a request names another model. Nothing is loaded."""
+"""Shows a probe what stock's generation loop holds when a request names another model.
+
+No model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ class Model:
 
 
 class _Over(Exception):
-    """The loop goes on though it was told to stop."""
+    """The loop goes on although it was told to stop."""
 
 
 class _Provider(Anything):
@@ -32,7 +35,7 @@ class _Provider(Anything):
 
 
 class _Generator:
-    """Stands for a ResponseGenerator with two requests to serve, each alone."""
+    """Stands for a ResponseGenerator that serves two requests, each alone."""
 
     _is_distributed = False
     _rank = 0
@@ -60,9 +63,10 @@ class _Generator:
 
 
 def run(server: Any, prompt_cache: Any) -> bool:
-    """Have stock's loop load ("first", None, None), then ("second", None, None).
+    """Whether stock's loop still holds the first model when it loads the second.
 
-    Whether it still held the first as it loaded the second. Raises whatever a loop raises that goes about it otherwise.
+    It makes the loop load ("first", None, None) and then ("second", None, None). A loop that works
+    in another way may raise any exception.
     """
     generator = _Generator(prompt_cache)
     loop = dry_run.of(

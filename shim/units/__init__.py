@@ -1,7 +1,7 @@
-"""Units for launchd, systemd and supervisord: made for a server command, or read to say what in them defeats the shim."""
+"""Units for launchd, systemd and supervisord: this package makes them and checks them."""
 
 from __future__ import annotations
 
 
 class Refused(Exception):
-    """What was given makes no unit, and what is accepted instead."""
+    """The input makes no unit. The message says why and what is accepted instead."""

@@ -1,4 +1,4 @@
-"""Reads a unit of any of the three kinds, and says what in it defeats the shim."""
+"""Reads a unit of one of the three kinds, and says what in it defeats the shim."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ _CHECKS = {
 
 
 def findings(kind: str, file: Path, folder: Path) -> list[Finding]:
-    """What is wrong with `file`; `folder` is what PYTHONPATH is to name. Raises Refused where it is not of that kind."""
+    """Say what is wrong with `file`. PYTHONPATH must name `folder`.
+
+    Raises Refused where the file is not of that kind.
+    """
     try:
         with file.open("rb") as opened:
             raw = opened.read(_LARGEST + 1)
     except OSError as error:
         raise Refused(f"{file} cannot be read: {error.strerror}") from None
     if len(raw) > _LARGEST:
-        raise Refused(f"{file} is no unit: it is larger than {_LARGEST} bytes")
+        raise Refused(f"{file} is not a unit: it is larger than {_LARGEST} bytes")
     found = Findings(str(file))
     _CHECKS[kind](found, file, raw, folder)
     return sorted(found.found, key=lambda finding: not finding.defeats)

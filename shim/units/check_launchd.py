@@ -14,8 +14,11 @@ from .environ import LAUNCHD_SOCKET
 from .findings import Facts, Findings, common
 from .launchd_keys import KEYS, WITHIN, is_a
 
-_SOON = 5  # seconds, in practice today
-_SOON_IS_SAID = f"SIGKILL after {_SOON} s as launchd is today, after 20 s by older manuals"
+# Seconds that launchd waits before SIGKILL without ExitTimeOut, as seen today.
+_DEFAULT_EXIT_LIMIT = 5
+_NO_EXIT_LIMIT = (
+    f"SIGKILL after {_DEFAULT_EXIT_LIMIT} s as launchd is today, after 20 s by older manuals"
+)
 _TRUE = "<key>KeepAlive</key><true/>"
 _LONG_PAUSE = 60  # seconds
 _ENOUGH_FILES = 1024
@@ -23,13 +26,14 @@ _SYSTEM = "/Library/LaunchDaemons"
 
 
 def check(found: Findings, file: Path, raw: bytes, folder: Path) -> None:
-    """Raises Refused for what is no property list of a job."""
+    """Raises Refused where the file is not a property list of a launchd job."""
     try:
         plist = plistlib.loads(raw)
-    except Exception as error:  # plistlib raises what expat, struct or its own code raises
-        raise Refused(f"{file} is no property list: {error}") from None
+    # plistlib raises whatever expat, struct or its own code raises.
+    except Exception as error:
+        raise Refused(f"{file} is not a property list: {error}") from None
     if not isinstance(plist, dict) or not ({"ProgramArguments", "Program"} & set(plist)):
-        raise Refused(f"{file} is no property list of a launchd job: it has no ProgramArguments")
+        raise Refused(f"{file} is not a property list of a launchd job: it has no ProgramArguments")
     _types(found, plist)
     plist = {
         key: value for key, value in plist.items() if key not in KEYS or is_a(value, KEYS[key])
@@ -52,14 +56,20 @@ def _facts(plist: Mapping[str, Any]) -> Facts:
     argv = [str(word) for word in plist.get("ProgramArguments", [])]
     if plist.get("Program"):
         argv = [str(plist["Program"]), *argv[1:]]
-    limit = plist.get("ExitTimeOut", _SOON)
-    missing = "" if "ExitTimeOut" in plist else _SOON_IS_SAID
+    limit = plist.get("ExitTimeOut", _DEFAULT_EXIT_LIMIT)
+    missing = "" if "ExitTimeOut" in plist else _NO_EXIT_LIMIT
     return Facts(
-        argv, {k: v for k, v in plist.get("EnvironmentVariables", {}).items() if isinstance(v, str)},
-        plist.get("WorkingDirectory", ""), "ProgramArguments", "EnvironmentVariables",
-        "<key>PYTHONPATH</key><string>{}</string>", "ExitTimeOut", float(limit) if limit else None,
-        "<key>ExitTimeOut</key><integer>{}</integer>", missing,
-    )  # fmt: skip
+        argv,
+        {k: v for k, v in plist.get("EnvironmentVariables", {}).items() if isinstance(v, str)},
+        plist.get("WorkingDirectory", ""),
+        "ProgramArguments",
+        "EnvironmentVariables",
+        "<key>PYTHONPATH</key><string>{}</string>",
+        "ExitTimeOut",
+        float(limit) if limit else None,
+        "<key>ExitTimeOut</key><integer>{}</integer>",
+        missing,
+    )
 
 
 def _types(found: Findings, plist: Mapping[str, Any]) -> None:
@@ -72,7 +82,7 @@ def _types(found: Findings, plist: Mapping[str, Any]) -> None:
 
 
 def _entries(sockets: object) -> list[object]:
-    """What stands under the names in Sockets: dictionaries, or arrays of such."""
+    """The dictionaries under the names in Sockets. A name may have an array of them."""
     values = list(sockets.values()) if isinstance(sockets, dict) else []
     return [entry for value in values for entry in (value if isinstance(value, list) else [value])]
 
@@ -82,7 +92,9 @@ def _one(found: Findings, at: str, key: str, value: object, known: Mapping[str, 
     if key not in known:
         near = difflib.get_close_matches(key, known, 1)
         found.note(
-            where, "launchd knows no such key and ignores it", near[0] if near else "nothing of it"
+            where,
+            "launchd knows no such key and ignores it",
+            near[0] if near else "nothing instead",
         )
     elif not is_a(value, known[key]):
         what = f"it is of the type {type(value).__name__}, which launchd ignores here"
@@ -131,7 +143,7 @@ def _keep_alive(found: Findings, plist: Mapping[str, Any]) -> None:
 
 
 def _condition(key: str, value: object) -> str:
-    """What a condition of KeepAlive does to a server that exits 70."""
+    """Say what a condition of KeepAlive does to a server that exits 70."""
     told = {
         (
             "SuccessfulExit",
@@ -140,7 +152,7 @@ def _condition(key: str, value: object) -> str:
         (
             "Crashed",
             True,
-        ): "an exit with a status (70, 71, 75) is no crash to launchd, and is not restarted",
+        ): "an exit with a status (70, 71, 75) is not a crash to launchd, and is not restarted",
         ("Crashed", False): "a crash in native code is not restarted",
         ("NetworkState", True): "launchd does nothing with it any more",
         ("NetworkState", False): "launchd does nothing with it any more",
@@ -154,12 +166,15 @@ def _condition(key: str, value: object) -> str:
 
 def _when(found: Findings, plist: Mapping[str, Any]) -> None:
     if plist.get("LaunchOnlyOnce"):
-        found.defeats("LaunchOnlyOnce", "it is started once and never again", "nothing of it")
+        found.defeats("LaunchOnlyOnce", "it is started once and never again", "nothing instead")
     if plist.get("EnableTransactions"):
-        what = "launchd stops a job without XPC transactions, such as this one, by SIGKILL at once: nothing is drained"
-        found.defeats("EnableTransactions", what, "nothing of it")
+        what = (
+            "launchd stops a job without XPC transactions, such as this one, by SIGKILL at once:"
+            " nothing is drained"
+        )
+        found.defeats("EnableTransactions", what, "nothing instead")
     if plist.get("Disabled"):
-        found.defeats("Disabled", "launchd does not load it", "nothing of it")
+        found.defeats("Disabled", "launchd does not load it", "nothing instead")
     for key in (
         "StartInterval",
         "StartCalendarInterval",
@@ -168,27 +183,29 @@ def _when(found: Findings, plist: Mapping[str, Any]) -> None:
         "StartOnMount",
     ):
         if key in plist and not plist.get("KeepAlive"):
-            found.defeats(key, "it starts the server at times, not when it exited", _TRUE)
+            found.defeats(key, "it starts the server at times, not after an exit", _TRUE)
     if plist.get("ThrottleInterval", 0) > _LONG_PAUSE:
         found.note(
-            "ThrottleInterval", f"after a death it stays down for up to {plist['ThrottleInterval']} s",
+            "ThrottleInterval",
+            f"after a death it stays down for up to {plist['ThrottleInterval']} s",
             "<key>ThrottleInterval</key><integer>10</integer>",
-        )  # fmt: skip
+        )
 
 
 def _priority(found: Findings, plist: Mapping[str, Any]) -> None:
     if plist.get("ProcessType") == "Background":
         found.defeats(
-            "ProcessType", "Background throttles CPU and I/O, which looks like a stall and is restarted as one",
+            "ProcessType",
+            "Background throttles CPU and I/O, which looks like a stall and is restarted as one",
             "<key>ProcessType</key><string>Interactive</string>",
-        )  # fmt: skip
+        )
     if plist.get("Nice", 0) > 0:
         found.note(
-            "Nice", "other programs come first, which may look like a stall", "nothing of it"
+            "Nice", "other programs come first, which may look like a stall", "nothing instead"
         )
     for key in ("LowPriorityIO", "LowPriorityBackgroundIO"):
         if plist.get(key):
-            found.note(key, "loading the model waits for every other program", "nothing of it")
+            found.note(key, "loading the model waits for every other program", "nothing instead")
     files = plist.get("SoftResourceLimits", {}).get("NumberOfFiles", 256)
     if isinstance(files, int) and files < _ENOUGH_FILES:
         found.note(
@@ -200,7 +217,10 @@ def _surroundings(found: Findings, plist: Mapping[str, Any]) -> None:
     sockets = plist.get("Sockets", {})
     named = plist.get("EnvironmentVariables", {}).get(LAUNCHD_SOCKET, "")
     if sockets and named not in sockets:
-        what = f"launchd holds the port and nobody takes the socket over: {LAUNCHD_SOCKET} names none of them; exit 71"
+        what = (
+            "launchd holds the port and the server does not take the socket over:"
+            f" {LAUNCHD_SOCKET} names none of them; exit 71"
+        )
         found.defeats(
             "Sockets", what, f"{LAUNCHD_SOCKET}={next(iter(sockets))} into EnvironmentVariables"
         )
@@ -208,24 +228,28 @@ def _surroundings(found: Findings, plist: Mapping[str, Any]) -> None:
         found.defeats(
             "EnvironmentVariables",
             f"{LAUNCHD_SOCKET} names no entry of Sockets",
-            "Sockets, or nothing of it",
+            "Sockets, or nothing instead",
         )
     for name, value in plist.get("EnvironmentVariables", {}).items():
         if not isinstance(value, str):
             found.note(
-                "EnvironmentVariables", f"{name} is no string, and launchd ignores it", "a string"
+                "EnvironmentVariables",
+                f"{name} is not a string, and launchd ignores it",
+                "a string",
             )
     for key in ("StandardOutPath", "StandardErrorPath"):
         path = plist.get(key, "")
         if path and not path.startswith("/"):
             found.defeats(
-                key, f"{path!r} is no absolute path, and nobody replaces a ~", "the absolute path"
+                key,
+                f"{path!r} is not an absolute path, and launchd replaces no ~",
+                "the absolute path",
             )
     if not plist.get("StandardErrorPath"):
         found.note(
             "StandardErrorPath",
-            "it is missing: what the shim says is lost",
+            "it is missing: the lines that the shim writes are lost",
             "a file in ~/Library/Logs",
         )
     if plist.get("WorkingDirectory", "/")[:1] != "/":
-        found.defeats("WorkingDirectory", "it is no absolute path", "the absolute path")
+        found.defeats("WorkingDirectory", "it is not an absolute path", "the absolute path")

@@ -14,12 +14,14 @@ from .findings import Facts, Findings, common
 
 _RESTART = {"70": "a death", "71": "a taken port", "75": "a recycle", "1": "a frozen interpreter"}
 _TRUE, _FALSE = ("true", "on", "yes", "1"), ("false", "off", "no", "0")
-_MANY = 100  # starts
-_QUICK = 2  # seconds that a server takes at least to fail
+# So many retries are enough.
+_ENOUGH_RETRIES = 100
+# Seconds that a server takes at least to fail.
+_LEAST_RUN = 2
 
 
 class _Section:
-    """A section of the file, whose options know their line."""
+    """A section of the file. It can tell the line of each option."""
 
     def __init__(self, name: str, options: Mapping[str, str], text: str) -> None:
         self.name = name
@@ -45,18 +47,18 @@ class _Section:
         try:
             return int(self.get(key, str(default)))
         except ValueError:
-            raise Refused(f"{self.at(key)} is no number") from None
+            raise Refused(f"{self.at(key)} is not a number") from None
 
 
 def check(found: Findings, file: Path, raw: bytes, folder: Path) -> None:
-    """Raises Refused for what is no configuration with a program of it."""
+    """Raises Refused where the file is not a configuration of supervisord with a program."""
     text = raw.decode(errors="replace")
     parser = configparser.RawConfigParser(inline_comment_prefixes=(";", "#"), strict=False)
     try:
         parser.read_string(text)
     except configparser.Error as error:
         raise Refused(
-            f"{file} is no configuration of supervisord: {' '.join(str(error).split())}"
+            f"{file} is not a configuration of supervisord: {' '.join(str(error).split())}"
         ) from None
     names = [
         n
@@ -66,7 +68,7 @@ def check(found: Findings, file: Path, raw: bytes, folder: Path) -> None:
     servers = [n for n in names if re.search(r"mlx.lm|\bshim run\b", parser[n]["command"])] or names
     if not servers:
         raise Refused(
-            f"{file} is no configuration of supervisord with a [program:...] that has a command"
+            f"{file} is not a configuration of supervisord with a [program:...] that has a command"
         )
     shared = parser["supervisord"].get("environment", "") if "supervisord" in parser else ""
     for name in servers:
@@ -79,21 +81,27 @@ def check(found: Findings, file: Path, raw: bytes, folder: Path) -> None:
 def _facts(section: _Section, shared: str, file: Path) -> Facts:
     program = section.name.partition(":")[2]
     try:
-        argv = shlex.split(_expanded(section.get("command", ""), file, program))
-        variables = pairs(_expanded(shared, file, program)) | pairs(
-            _expanded(section.get("environment", ""), file, program)
+        argv = shlex.split(_expand(section.get("command", ""), file, program))
+        variables = pairs(_expand(shared, file, program)) | pairs(
+            _expand(section.get("environment", ""), file, program)
         )
     except ValueError as error:
         raise Refused(f"[{section.name}] cannot be read: {error}") from None
     return Facts(
-        argv, variables, section.get("directory", ""), section.at("command"), section.at("environment"),
-        'environment=PYTHONPATH="{}"', section.at("stopwaitsecs"), float(section.number("stopwaitsecs", 10)),
+        argv,
+        variables,
+        section.get("directory", ""),
+        section.at("command"),
+        section.at("environment"),
+        'environment=PYTHONPATH="{}"',
+        section.at("stopwaitsecs"),
+        float(section.number("stopwaitsecs", 10)),
         "stopwaitsecs={}",
-    )  # fmt: skip
+    )
 
 
 def pairs(text: str) -> dict[str, str]:
-    """NAME=VALUE,NAME="VALUE" as supervisord reads it: quotes know no escapes. Raises ValueError."""
+    """Read NAME=VALUE,NAME="VALUE" like supervisord: without escapes. Raises ValueError."""
     found = {}
     lexer = shlex.shlex(text)
     lexer.wordchars += "/.+-():"
@@ -106,8 +114,8 @@ def pairs(text: str) -> dict[str, str]:
     return found
 
 
-def _expanded(text: str, file: Path, program: str) -> str:
-    """With %(here)s and the like replaced. What is not known here stays, and is then not judged."""
+def _expand(text: str, file: Path, program: str) -> str:
+    """The text with %(here)s and the like replaced. An unknown one stays, and is not judged."""
     text = text.replace("%(here)s", str(file.resolve().parent))
 
     def value(match: re.Match[str]) -> str:
@@ -125,9 +133,9 @@ def _restart(found: Findings, section: _Section) -> None:
     restart = section.get("autorestart", "unexpected").lower()
     at, write = section.at("autorestart"), "autorestart=true"
     if restart in _FALSE:
-        found.defeats(at, f"{restart}: nothing restarts a server that exited", write)
+        found.defeats(at, f"{restart}: supervisord does not restart a server that exited", write)
     elif restart not in (*_TRUE, "unexpected"):
-        found.defeats(at, f"{restart!r} is nothing that supervisord takes", write)
+        found.defeats(at, f"{restart!r} is not a value that supervisord takes", write)
     if restart == "unexpected":
         expected = {code.strip() for code in section.get("exitcodes", "0").split(",")}
         for code in sorted(expected & set(_RESTART)):
@@ -137,12 +145,12 @@ def _restart(found: Findings, section: _Section) -> None:
     if section.get("autostart", "true").lower() in _FALSE:
         found.note(section.at("autostart"), "it is not started with supervisord", "autostart=true")
     seconds, retries = section.number("startsecs", 1), section.number("startretries", 3)
-    if seconds > _QUICK and retries < _MANY:
+    if seconds > _LEAST_RUN and retries < _ENOUGH_RETRIES:
         what = f"after {retries} starts that end within {seconds} s supervisord gives up (FATAL)"
         found.defeats(section.at("startretries"), what, "startretries=1000000")
     if section.number("numprocs", 1) > 1 and "socket" not in section.options:
         found.defeats(
-            section.at("numprocs"), "all but one find their port taken: exit 71", "numprocs=1"
+            section.at("numprocs"), "all but one find the port taken: exit 71", "numprocs=1"
         )
 
 

@@ -1,4 +1,7 @@
-"""What in a systemd service defeats the shim. Drop-ins that follow in the same file (systemctl cat) are obeyed."""
+"""What in a systemd service defeats the shim.
+
+Drop-ins that follow in the same file, as `systemctl cat` prints them, count too.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,23 @@ _STATUSES = {"70": "a death", "71": "a taken port", "75": "a recycle", "1": "a f
 _NAMES = {"SOFTWARE": "70", "OSERR": "71", "TEMPFAIL": "75", "CONFIG": "78", "FAILURE": "1"}
 _RESTARTS = ("always", "on-failure")
 _RESTART_WHY = {
-    "no": "nothing restarts a server that exited", "on-success": "it restarts only after status 0",
-    "on-abnormal": "an exit with a status (70) is not restarted", "on-abort": "an exit with a status (70) is not restarted",
+    "no": "nothing restarts a server that exited",
+    "on-success": "it restarts only after status 0",
+    "on-abnormal": "an exit with a status (70) is not restarted",
+    "on-abort": "an exit with a status (70) is not restarted",
     "on-watchdog": "an exit with a status (70) is not restarted",
-}  # fmt: skip
+}
 _STOPS = ("SIGTERM", "TERM", "15", "SIGINT", "INT", "2")
-_LEAST_RUN = 2.0  # seconds that a server takes at least to fail
+# Seconds that a server takes at least to fail.
+_LEAST_RUN = 2.0
 _TRUE = ("1", "yes", "y", "true", "t", "on")
 
 
 def check(found: Findings, file: Path, raw: bytes, folder: Path) -> None:
-    """Raises Refused for what is no service."""
+    """Raises Refused where the file is not a service."""
     unit = parse(raw.decode(errors="replace"))
     if not unit.get("Service", "ExecStart"):
-        raise Refused(f"{file} is no systemd service: it has no ExecStart in [Service]")
+        raise Refused(f"{file} is not a systemd service: it has no ExecStart in [Service]")
     _restart(found, unit)
     _limits(found, unit)
     _kind(found, unit)
@@ -44,7 +50,8 @@ def _facts(found: Findings, unit: Entries, command: str) -> Facts:
     prefix = re.match(r"[@\-:+!|]*", argv[0])[0] if argv else ""  # type: ignore[index]
     argv[:1] = [argv[0][len(prefix) :]] if argv else []
     if "@" in prefix:
-        argv[1:2] = []  # the name that the program is given
+        # With @, the second word is the name that the program gets.
+        argv[1:2] = []
     if "-" in prefix and unit.last("Service", "Restart", "no") == "on-failure":
         found.defeats(
             at,
@@ -54,10 +61,16 @@ def _facts(found: Findings, unit: Entries, command: str) -> Facts:
     if ":" not in prefix:
         argv = [word.replace("$$", "$") if "$$" in word else word for word in argv]
     return Facts(
-        argv, environment(unit), unit.last("Service", "WorkingDirectory", "").lstrip("-"), at,
-        unit.at("Service", "Environment"), "Environment=PYTHONPATH={}", unit.at("Service", "TimeoutStopSec"),
-        _stop_limit(unit), "TimeoutStopSec={}",
-    )  # fmt: skip
+        argv,
+        environment(unit),
+        unit.last("Service", "WorkingDirectory", "").lstrip("-"),
+        at,
+        unit.at("Service", "Environment"),
+        "Environment=PYTHONPATH={}",
+        unit.at("Service", "TimeoutStopSec"),
+        _stop_limit(unit),
+        "TimeoutStopSec={}",
+    )
 
 
 def _stop_limit(unit: Entries) -> float | None:
@@ -76,7 +89,7 @@ def _restart(found: Findings, unit: Entries) -> None:
     at = unit.at("Service", "Restart")
     forced = _statuses(unit, "RestartForceExitStatus")
     if restart not in _RESTARTS and not set(_STATUSES) <= forced:
-        why = _RESTART_WHY.get(restart, "it is nothing that systemd takes")
+        why = _RESTART_WHY.get(restart, "it is not a value that systemd takes")
         found.defeats(at, f"{restart}: {why}", "Restart=always")
     if restart == "on-failure":
         found.note(at, "after a SIGTERM from elsewhere (status 0) it stays down", "Restart=always")
@@ -127,12 +140,12 @@ def _kind(found: Findings, unit: Entries) -> None:
     if kind in ("oneshot", "forking", "dbus"):
         found.defeats(
             at,
-            f"{kind}: the server never gets there, so the start times out or never ends",
+            f"{kind}: the server never becomes that, so the start times out or never ends",
             "Type=exec",
         )
     if unit.last("Service", "RemainAfterExit", "no").lower() in _TRUE:
         at = unit.at("Service", "RemainAfterExit")
-        found.defeats(at, "a server that ended with 0 counts as running", "nothing of it")
+        found.defeats(at, "a server that ended with 0 counts as running", "nothing instead")
     if kind in ("notify", "notify-reload"):
         start = (
             unit.last("Service", "TimeoutStartSec", "")
@@ -141,7 +154,8 @@ def _kind(found: Findings, unit: Entries) -> None:
         )
         limit = duration(start)
         if limit:
-            limit = max(limit, sd_notify.LOADING)  # the shim asks for more
+            # The shim asks systemd for more time.
+            limit = max(limit, sd_notify.LOADING_LIMIT)
             at = unit.at("Service", "TimeoutStartSec")
             found.note(
                 at,
@@ -178,14 +192,14 @@ def _surroundings(found: Findings, unit: Entries) -> None:
             found.defeats(
                 unit.at("Service", key),
                 "every other program comes first, which looks like a stall",
-                "nothing of it",
+                "nothing instead",
             )
     nice = unit.last("Service", "Nice", "0")
     if nice.isdecimal() and int(nice) > 0:
         found.note(
             unit.at("Service", "Nice"),
             "other programs come first, which may look like a stall",
-            "nothing of it",
+            "nothing instead",
         )
     home = unit.last("Service", "ProtectHome", "no").lower()
     text = " ".join((*unit.all("Service", "ExecStart"), environment(unit).get("PYTHONPATH", "")))

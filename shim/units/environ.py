@@ -1,4 +1,4 @@
-"""What goes into the environment of a unit: PYTHONPATH, the shim's switches, what was asked for; never a secret."""
+"""The environment of a unit: PYTHONPATH, the shim's settings, and --env. Never a secret."""
 
 from __future__ import annotations
 
@@ -17,29 +17,36 @@ DRAIN, EXIT_GRACE, GIL_DEADLINE = (
     settings.variable(name) for name in ("drain", "exit_grace", "gil_deadline")
 )
 _DEFAULT_DRAIN = _DEFAULTS.get(DRAIN, "25s")
-_MARGIN = 5  # seconds for stock's own orderly shutdown, on top of what the shim waits for
+# Seconds for stock's own shutdown, on top of the time that the shim waits.
+_STOCK_STOP = 5
 _LEAST_STOP = 30  # seconds
-# Names that hold a secret, word by word: MLX_SHIM_MAX_TOKENS and TOKENIZERS_PARALLELISM do not.
+# A name holds a secret if one of its words is such: MLX_SHIM_MAX_TOKENS and TOKENIZERS_PARALLELISM
+# are harmless.
 _SECRET = re.compile(r"\w*(KEY|APIKEY|TOKEN|SECRET|SECRETS|PASSWORD|PASSWD|CREDENTIAL|CREDENTIALS)")
 _HARMLESS_END = ("FILE", "PATH", "DIR", "FOLDER")
 _SECRET_VALUE = re.compile(r"(hf_|sk-|ghp_)\w{12,}|\w+://[^/\s:@]*:[^/\s@]+@")
-# What a shell may have, a supervisor does not pass on, and decides where the server finds its models.
-_OF_THE_SERVER = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
-# The unit's own, put in where --socket asks for them.
+# They decide where the server finds its models. A shell may have them, and a supervisor does not
+# pass them on.
+_HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
+# The unit of launchd gets it with --socket.
 LAUNCHD_SOCKET = settings.variable("launchd_socket")
 
 
 def secret(name: str, value: str) -> str:
-    """Why a variable must not stand in a unit, which others can read, and what to use instead; or the empty string."""
+    """Say why a variable must not be in a unit and what to use instead; else the empty string.
+
+    Others can read a unit.
+    """
     if name in _DEFAULTS:
         return ""
     words = name.upper().split("_")
     if words[-1] not in _HARMLESS_END and any(_SECRET.fullmatch(word) for word in words):
-        return f"its name says it holds a secret, and a unit can be read by others; use {_instead(name)}"
-    if _SECRET_VALUE.match(value):
-        return (
-            f"its value looks like a secret, and a unit can be read by others; use {_instead(name)}"
-        )
+        what = "its name says it holds a secret"
+    elif _SECRET_VALUE.match(value):
+        what = "its value looks like a secret"
+    else:
+        return ""
+    return f"{what}, and a unit can be read by others; use {_instead(name)}"
     return ""
 
 
@@ -55,13 +62,17 @@ def given(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise Refused(f"--env takes NAME=VALUE, not {name[:40]!r}")  # the value may be a secret
+            # The value may be a secret: it is not shown.
+            raise Refused(f"--env takes NAME=VALUE, not {name[:40]!r}")
         found[name] = value
     return found
 
 
 def collect(asked: Mapping[str, str], folder: Path, current: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the unit, from --env and the MLX_SHIM* of the current environment. Raises Refused."""
+    """The environment of the unit: --env, and the MLX_SHIM* of the current environment.
+
+    Raises Refused.
+    """
     ours = {
         name: value
         for name, value in current.items()
@@ -95,18 +106,18 @@ def collect(asked: Mapping[str, str], folder: Path, current: Mapping[str, str]) 
 
 def _path(name: str, value: str, kind: str) -> str:
     path = absolute(value.strip())
-    if (
-        kind == "file" and not Path(path).is_file()
-    ):  # the value may be the secret itself: it is not shown
+    # The value may be the secret itself: it is not shown.
+    if kind == "file" and not Path(path).is_file():
         raise Refused(
-            f"{name} names no file that is there; it takes the name of a file that holds the secret"
+            f"{name} names no file that exists; it takes the name of a file that holds the secret"
         )
     return path
 
 
 def absolute(path: str) -> str:
-    """Absolute, with ~ replaced; links stay, since a virtual environment's python is one."""
-    return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 - Path.resolve follows links
+    """Absolute, with ~ replaced. Links stay: the python of a virtual environment is a link."""
+    # Not Path.resolve, which follows links.
+    return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111
 
 
 def seconds(environ: Mapping[str, str], name: str, default: str = "") -> float:
@@ -120,26 +131,31 @@ def seconds(environ: Mapping[str, str], name: str, default: str = "") -> float:
 
 
 def drain(environ: Mapping[str, str]) -> float:
-    """Seconds that the server may take to stop: what is in flight, then telling the clients. Raises Refused."""
+    """Seconds that the server may take to stop: requests in flight, then telling the clients.
+
+    Raises Refused.
+    """
     return seconds(environ, DRAIN, _DEFAULT_DRAIN) + seconds(environ, EXIT_GRACE)
 
 
 def stop_limit(environ: Mapping[str, str]) -> int:
-    """Seconds that a supervisor is to wait before it kills. Raises Refused."""
-    return max(_LEAST_STOP, math.ceil(drain(environ)) + _MARGIN)
+    """Seconds that a supervisor must wait before it kills. Raises Refused."""
+    return max(_LEAST_STOP, math.ceil(drain(environ)) + _STOCK_STOP)
 
 
 def doubts(environ: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
-    """What is probably not meant in the environment of a unit."""
+    """Say what in the environment of a unit is probably a mistake."""
     _, bad, unknown = settings.load(environ)
     found = [*bad, *unknown]
     if environ.get(settings.KILL_SWITCH, "").strip().lower() in values.OFF:
         found.append(
-            f"{settings.KILL_SWITCH} is off, here or in --env: the unit runs stock, without the shim"
+            f"{settings.KILL_SWITCH} is off, here or in --env:"
+            " the unit runs stock, without the shim"
         )
     found += [
-        f"{name} is set here, and the unit does not have it; if the server needs it, add --env {name}=..."
-        for name in _OF_THE_SERVER
+        f"{name} is set here, and the unit does not have it;"
+        f" if the server needs it, add --env {name}=..."
+        for name in _HUB_VARIABLES
         if current.get(name) and name not in environ
     ]
     return found

@@ -1,4 +1,4 @@
-"""What any unit may have in it that defeats the shim: in its command, its environment, and the time it has to stop."""
+"""What defeats the shim in a unit of any format: its command, its environment, its time to stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ..core import settings, values
 from . import Refused, environ, shell
 from .invocation import MODEL, Invocation, flags_that_exclude_us, interpreter_of, option, take_apart
 
-_OURS = "MlxLmShimFinder"  # the class in our sitecustomize.py
+# The class in the shim's sitecustomize.py.
+_OURS = "MlxLmShimFinder"
 _MUST_NOT_LEAVE = ("setsid", "screen", "tmux", "daemon", "daemonize", "start-stop-daemon", "disown")
 _HARMLESS = ("env", "caffeinate", "arch", "nohup", "nice", "ionice", "stdbuf", "taskpolicy", "chrt")
 _TAKE_A_VALUE = {
@@ -23,14 +24,18 @@ _TAKE_A_VALUE = {
     "taskpolicy": "cdgt",
     "stdbuf": "oei",
 }
-# Guards without which a dead engine is no exit.
-_EXITS = ("generation_death", "orphaned_process", "stall")
-OPAQUE = re.compile(r"[$%]")  # a value that something replaces before it counts
+# Without these guards, a server with a dead engine does not exit.
+_EXIT_GUARDS = ("generation_death", "orphaned_process", "stall")
+# A value with such a character is replaced before it counts.
+OPAQUE = re.compile(r"[$%]")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what, where, why it defeats the shim or only hurts, what to write instead."""
+    """One line of the check: where, what is wrong, and what to write instead.
+
+    `defeats` tells whether it defeats the shim or is only worth a note.
+    """
 
     file: str
     defeats: bool
@@ -47,7 +52,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """Collects what is found in one file."""
+    """Collects the findings in one file."""
 
     file: str
     found: list[Finding] = field(default_factory=list)
@@ -61,23 +66,27 @@ class Findings:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the formats have in common."""
+    """The facts that every format has."""
 
     argv: Sequence[str]
     environ: Mapping[str, str]
     workdir: str
     command_at: str
     environ_at: str
-    python_path: str  # how PYTHONPATH is written in this format, with {} for the folder
+    # How this format writes PYTHONPATH, with {} for the folder.
+    python_path: str
     stop_at: str
-    stop: float | None  # seconds, None for ever
-    stop_write: str  # with {} for the seconds
-    stop_missing: str = ""  # what follows from its being missing, where no figure can be relied on
+    # Seconds; None for no limit.
+    stop: float | None
+    # With {} for the seconds.
+    stop_write: str
+    # What happens where the limit is missing, if no figure is certain.
+    stop_missing: str = ""
 
 
 def common(found: Findings, facts: Facts, folder: Path) -> None:
-    """Everything that does not depend on the format."""
-    argv, within, shelled = _unwrapped(found, facts)
+    """Check everything that does not depend on the format."""
+    argv, within, shelled = _unwrap(found, facts)
     variables = {**facts.environ, **within}
     known = None
     try:
@@ -88,14 +97,18 @@ def common(found: Findings, facts: Facts, folder: Path) -> None:
         )
     if known is not None:
         _options(found, facts, known)
-        if not shelled:  # a shell has a PATH and a folder of its own, and replaces a ~
+        # A shell has its own PATH and folder, and replaces a ~.
+        if not shelled:
             _paths(found, facts, known)
     _environment(found, facts, variables, folder, needs_path=known is None or not known.is_ours)
     _stop(found, facts, variables)
 
 
-def _unwrapped(found: Findings, facts: Facts) -> tuple[list[str], dict[str, str], bool]:
-    """The server command behind programs that start programs, what they add to its environment, whether one is a shell."""
+def _unwrap(found: Findings, facts: Facts) -> tuple[list[str], dict[str, str], bool]:
+    """Look through programs that start programs, such as env, to the server command.
+
+    Returns the command, what they add to its environment, and whether one of them is a shell.
+    """
     argv, variables, shelled = list(facts.argv), dict[str, str](), False
     for _ in range(5):
         name = Path(argv[0]).name if argv else ""
@@ -104,7 +117,7 @@ def _unwrapped(found: Findings, facts: Facts) -> tuple[list[str], dict[str, str]
                 f"{name} may start the server in another process: neither status nor SIGTERM passes"
             )
             found.defeats(facts.command_at, why, "the server command itself")
-            return _past(argv, variables), variables, shelled
+            return _skip_program(argv, variables), variables, shelled
         if name in _HARMLESS:
             if name == "nohup":
                 found.note(
@@ -118,7 +131,7 @@ def _unwrapped(found: Findings, facts: Facts) -> tuple[list[str], dict[str, str]
                     "taskpolicy -b throttles it, which looks like a stall",
                     "no taskpolicy",
                 )
-            argv = _past(argv, variables)
+            argv = _skip_program(argv, variables)
             continue
         script = shell.script_of(argv)
         within = shell.look(*script) if script else None
@@ -132,13 +145,17 @@ def _unwrapped(found: Findings, facts: Facts) -> tuple[list[str], dict[str, str]
             )
         elif within.hint:
             found.note(facts.command_at, within.hint, "`exec` before the server command")
-        variables |= {name: os.path.expanduser(value) for name, value in within.environ.items()}  # noqa: PTH111 - no path
+        # Not Path.expanduser: a value need not be a path.
+        variables |= {
+            name: os.path.expanduser(value)  # noqa: PTH111
+            for name, value in within.environ.items()
+        }
         argv, shelled = within.argv, True
     return argv, variables, shelled
 
 
-def _past(argv: Sequence[str], variables: dict[str, str]) -> list[str]:
-    """What follows a program that starts a program, its options and assignments."""
+def _skip_program(argv: Sequence[str], variables: dict[str, str]) -> list[str]:
+    """The words after such a program, its options and its assignments."""
     takes = _TAKE_A_VALUE.get(Path(argv[0]).name, "")
     rest = list(argv[1:])
     while rest and (
@@ -173,19 +190,19 @@ def _paths(found: Findings, facts: Facts, known: Invocation) -> None:
     if not OPAQUE.search(first):
         if first.startswith("~"):
             found.defeats(
-                facts.command_at, f"{first!r}: nobody replaces the ~", "the absolute path"
+                facts.command_at, f"{first!r}: no shell replaces the ~", "the absolute path"
             )
         elif not first.startswith("/"):
             found.defeats(
                 facts.command_at,
-                f"{first!r} is no absolute path: another one, or none, is run",
+                f"{first!r} is not an absolute path: another program, or none, is run",
                 "the path",
             )
         elif not Path(first).exists():
             found.defeats(
                 facts.command_at,
                 f"{first!r} does not exist here",
-                "the path of an interpreter that is there",
+                "the path of an interpreter that exists",
             )
     _model(found, facts, known)
 
@@ -200,54 +217,58 @@ def _model(found: Findings, facts: Facts, known: Invocation) -> None:
             found.defeats(
                 facts.command_at,
                 f"--model {path!r} does not exist here: exit 78",
-                "a folder that is there",
+                "a folder that exists",
             )
     elif path.startswith("~") or (path.startswith(".") and not facts.workdir):
         found.defeats(
-            facts.command_at, f"--model {path!r} is no absolute path: exit 78", "the absolute path"
+            facts.command_at,
+            f"--model {path!r} is not an absolute path: exit 78",
+            "the absolute path",
         )
 
 
 def _environment(
     found: Findings, facts: Facts, variables: Mapping[str, str], folder: Path, *, needs_path: bool
-) -> None:  # fmt: skip
+) -> None:
     where = facts.environ_at
     write = facts.python_path.format(folder)
     if variables.get(settings.KILL_SWITCH, "").strip().lower() in values.OFF:
         found.defeats(
-            where, f"{settings.KILL_SWITCH} is off: the server runs as stock", "nothing of it"
+            where, f"{settings.KILL_SWITCH} is off: the server runs as stock", "nothing instead"
         )
     if needs_path:
         why = _python_path(variables.get("PYTHONPATH"), facts.workdir)
         if why:
             found.defeats(where, f"{why}: the server runs as stock", write)
-    for name in (settings.variable(guard) for guard in _EXITS):
+    for name in (settings.variable(guard) for guard in _EXIT_GUARDS):
         if variables.get(name, "").strip().lower() in values.OFF:
             found.defeats(
-                where, f"{name} is off: a server that is dead inside does not exit", "nothing of it"
+                where,
+                f"{name} is off: a server that is dead inside does not exit",
+                "nothing instead",
             )
     if variables.get(settings.variable("on_stall"), "").strip().lower() == "dump":
         found.note(
-            where, "MLX_SHIM_ON_STALL=dump: a stalled server is not restarted", "nothing of it"
+            where, "MLX_SHIM_ON_STALL=dump: a stalled server is not restarted", "nothing instead"
         )
     for name, value in variables.items():
         why = environ.secret(name, value)
         if why:
-            found.defeats(where, f"{name}: {why}", "nothing of it")
+            found.defeats(where, f"{name}: {why}", "nothing instead")
     _, bad, unknown = settings.load({k: v for k, v in variables.items() if not OPAQUE.search(v)})
     for text in (*bad, *unknown):
         found.note(where, text, "what is accepted")
 
 
 def _python_path(value: str | None, workdir: str) -> str:
-    """Why this PYTHONPATH does not lead to the shim; empty where it does, or where that cannot be told."""
+    """Say why this PYTHONPATH does not lead to the shim. Empty where it does, or may."""
     if not value:
         return "PYTHONPATH is missing"
     for part in value.split(os.pathsep):
         if OPAQUE.search(part):
             return ""
         if part.startswith("~") or (part and not part.startswith("/") and not workdir):
-            return f"PYTHONPATH has {part!r}, which is no absolute path"
+            return f"PYTHONPATH has {part!r}, which is not an absolute path"
         file = Path(workdir or "/") / part / "sitecustomize.py"
         if part and file.is_file():
             return (
@@ -267,7 +288,7 @@ def _stop(found: Findings, facts: Facts, variables: Mapping[str, str]) -> None:
     write = facts.stop_write.format(limit)
     if facts.stop is None:
         found.note(
-            facts.stop_at, "it waits for ever for the server to stop, also at shutdown", write
+            facts.stop_at, "it waits without limit for the server to stop, also at shutdown", write
         )
     elif facts.stop_missing:
         found.defeats(
@@ -276,5 +297,8 @@ def _stop(found: Findings, facts: Facts, variables: Mapping[str, str]) -> None:
             write,
         )
     elif facts.stop < needed:
-        what = f"SIGKILL after {facts.stop:g} s, and the drain takes up to {needed:g} s: what is in flight is lost"
+        what = (
+            f"SIGKILL after {facts.stop:g} s, and the drain takes up to {needed:g} s:"
+            " requests in flight are lost"
+        )
         found.defeats(facts.stop_at, what, write)

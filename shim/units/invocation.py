@@ -1,4 +1,4 @@
-"""What a command line is: which interpreter, with which options, runs which way into mlx_lm.server, with what arguments."""
+"""Takes a server command apart: interpreter, its options, way into mlx_lm.server, arguments."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from pathlib import Path
 
 from . import Refused
 
-ACCEPTED = "accepted: PYTHON -m mlx_lm server ..., mlx_lm.server ..., PYTHON -m shim run ... or mlx-lm-shim run ..."
-# A program, as a module or a console script, and the subcommand that makes it the server.
+ACCEPTED = (
+    "accepted: PYTHON -m mlx_lm server ..., mlx_lm.server ...,"
+    " PYTHON -m shim run ... or mlx-lm-shim run ..."
+)
+# Modules and console scripts, each with the subcommand that makes it the server.
 _PROGRAMS = {"mlx_lm.server": None, "mlx_lm": "server", "shim": "run", "mlx-lm-shim": "run"}
 _SCRIPTS = ("mlx_lm.server", "mlx_lm", "mlx-lm-shim")
-_TAKE_A_VALUE = "mcWX"  # options of the interpreter; what follows m or c is the program's
-_SCANNED = 4096  # bytes of a console script, more than any has before its first import
-# Options that keep the shim out, and how.
+# Options of the interpreter that take a value. The words after m or c belong to the program.
+_TAKE_A_VALUE = "mcWX"
+# Bytes of a console script to read. No script has more before its first import.
+_SCANNED = 4096
+# Options of the interpreter that keep the shim out, and how.
 DEAF = {
     "I": "isolates Python from PYTHONPATH",
     "E": "makes Python ignore PYTHONPATH",
@@ -28,12 +33,12 @@ class Invocation:
     """A server command taken apart. `flags` are the letters of the interpreter's options."""
 
     argv: tuple[str, ...]
-    start: int  # where mlx_lm.server's own arguments begin
+    # The index where the arguments of mlx_lm.server begin.
+    start: int
     flags: str
     program: str
-    script: (
-        int | None
-    )  # where the console script stands, if there is one; at 0 its first line names the interpreter
+    # The index of the console script, if there is one. At 0 its first line names the interpreter.
+    script: int | None
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -41,12 +46,12 @@ class Invocation:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is a `run` of ours, which needs no PYTHONPATH."""
+        """Whether it is the shim's own `run`, which needs no PYTHONPATH."""
         return _PROGRAMS[self.program] == "run"
 
 
 def take_apart(argv: Sequence[str]) -> Invocation:
-    """Raises Refused where `argv` is no way into mlx_lm.server that the shim knows to be guarded."""
+    """Raises Refused where `argv` does not start mlx_lm.server in a way that the shim guards."""
     if not argv:
         raise Refused(f"no server command was given; {ACCEPTED}")
     flags, is_module, start = (
@@ -57,7 +62,7 @@ def take_apart(argv: Sequence[str]) -> Invocation:
     name = re.sub(r"^-\w*?m(?=.)", "", program) if is_module else Path(program).name
     if name not in _PROGRAMS:
         raise Refused(
-            f"{quote_command(argv)} is no command that starts mlx_lm.server under the shim; {ACCEPTED}"
+            f"{quote_command(argv)} does not start mlx_lm.server under the shim; {ACCEPTED}"
         )
     subcommand = _PROGRAMS[name]
     if subcommand is not None:
@@ -68,7 +73,10 @@ def take_apart(argv: Sequence[str]) -> Invocation:
 
 
 def _interpreter(argv: Sequence[str]) -> tuple[str, bool, int]:
-    """(letters of the options, whether -m names a module, index of what follows the module or script)."""
+    """Read the interpreter's options.
+
+    Returns (their letters, whether -m names a module, index after the module or script).
+    """
     flags, index = "", 1
     while index < len(argv):
         word = argv[index]
@@ -78,7 +86,8 @@ def _interpreter(argv: Sequence[str]) -> tuple[str, bool, int]:
         if not word.startswith("-") or word in ("-", "--"):
             return flags, False, index + 1
         letters = re.match(rf"-([^{_TAKE_A_VALUE}]*)([{_TAKE_A_VALUE}]?)(.*)", word, re.DOTALL)
-        assert letters is not None  # noqa: S101 - it begins with a dash
+        # It begins with a dash, so it matches.
+        assert letters is not None  # noqa: S101
         flags += letters[1]
         index += 2 if letters[2] and not letters[3] else 1
         if letters[2] == "c":
@@ -89,15 +98,15 @@ def _interpreter(argv: Sequence[str]) -> tuple[str, bool, int]:
 
 
 def quote_command(argv: Sequence[str], limit: int = 100) -> str:
-    """A command as a message quotes it: cut short where it is long."""
+    """Quote a command for a message, cut short where it is long."""
     text = " ".join(argv)
     return repr(text if len(text) <= limit else text[: limit - 1] + "…")
 
 
 def option(arguments: Sequence[str], name: str, shortest: str) -> tuple[int, str] | None:
-    """(index of the token, value) of the last --NAME in mlx_lm.server's arguments, by argparse's rules.
+    """Find the last --NAME in mlx_lm.server's arguments, by argparse's rules.
 
-    `shortest` is the shortest abbreviation that argparse takes for it.
+    Returns (index of the token, value). `shortest` is the shortest abbreviation of it.
     """
     found = None
     for index, token in enumerate(arguments):
@@ -112,11 +121,15 @@ def option(arguments: Sequence[str], name: str, shortest: str) -> tuple[int, str
 
 
 MODEL, PORT, HOST, ADAPTER, DRAFT = (
-    ("--model", "--mo"), ("--port", "--po"), ("--host", "--ho"), ("--adapter-path", "--ad"), ("--draft-model", "--dr"),
-)  # fmt: skip
+    ("--model", "--mo"),
+    ("--port", "--po"),
+    ("--host", "--ho"),
+    ("--adapter-path", "--ad"),
+    ("--draft-model", "--dr"),
+)
 
 
-def replaced(arguments: Sequence[str], index: int, value: str) -> list[str]:
+def replace_option(arguments: Sequence[str], index: int, value: str) -> list[str]:
     """The arguments with another value for the option at `index`."""
     changed = list(arguments)
     word, equals, _ = changed[index].partition("=")
@@ -128,14 +141,15 @@ def replaced(arguments: Sequence[str], index: int, value: str) -> list[str]:
 
 
 def flags_that_exclude_us(flags: str) -> list[str]:
-    """For each of the interpreter's options that keep the shim out: which, and how."""
+    """Name each of the interpreter's options that keeps the shim out, and say how."""
     return [f"-{letter} {why}" for letter, why in DEAF.items() if letter in flags]
 
 
 def interpreter_of(script: Path) -> list[str]:
-    """The interpreter of a console script, and its options. Raises Refused where the first line names none.
+    """The interpreter of a console script, and its options.
 
-    Installers write `#!/bin/sh` and an exec on the second line where the path is long or has a space.
+    Where the path is long or has a space, installers write `#!/bin/sh`, and an exec on the second
+    line. Raises Refused where the first line names no interpreter.
     """
     try:
         with script.open("rb") as opened:
@@ -144,7 +158,7 @@ def interpreter_of(script: Path) -> list[str]:
         raise Refused(f"{script} cannot be read: {error.strerror}") from None
     first = lines[0] if lines else ""
     if not first.startswith("#!"):
-        raise Refused(f"{script} is no console script: its first line names no interpreter")
+        raise Refused(f"{script} is not a console script: its first line names no interpreter")
     words = first[2:].split()
     if words and Path(words[0]).name == "sh" and len(lines) > 1:
         hidden = re.match(r"'''exec' (?:\"([^\"]+)\"|(\S+)) (?:(-\S+) )?\"\$0\"", lines[1])
@@ -153,5 +167,5 @@ def interpreter_of(script: Path) -> list[str]:
     if words and Path(words[0]).name == "env":
         words = [word for word in words[1:] if word != "-S"]
     if not words:
-        raise Refused(f"{script} is no console script: its first line names no interpreter")
+        raise Refused(f"{script} is not a console script: its first line names no interpreter")
     return words

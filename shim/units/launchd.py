@@ -1,4 +1,4 @@
-"""A launchd property list, and what is to be known about it. The keys are those of docs/launchd-keys.md."""
+"""Makes a launchd property list, with advice. The keys are those of docs/launchd.md."""
 
 from __future__ import annotations
 
@@ -52,32 +52,54 @@ def _advice(unit: Unit) -> list[str]:
     )
     socket = [
         (
-            "Sockets: launchd listens, and the server takes the socket over: who connects while the model is loaded again"
-            " waits instead of being refused."
+            "Sockets: launchd listens, and the server takes the socket over: a client that connects"
+            " while the model loads again waits instead of being refused."
         )
     ]
     return [
         f"save it as {path}, then:",
-        f"  {mode}    # launchd refuses one that others may write",
+        f"  {mode}    # launchd refuses a file that others may write",
         f'  {sudo}launchctl bootstrap {domain} "{path}"    # install: start now, and at every '
         + ("boot" if unit.user else "login"),
-        f"  {sudo}launchctl print {job}    # look: `state`, `pid`, `last exit code` (docs/exit-codes.md)",
+        (
+            f"  {sudo}launchctl print {job}"
+            "    # look: `state`, `pid`, `last exit code` (docs/exit-codes.md)"
+        ),
         f"  tail -f {shlex.quote(unit.log)}",
-        f"  {sudo}launchctl kill SIGTERM {job}    # restart: drains, ends with 0, and KeepAlive starts it again",
-        f"  {sudo}launchctl bootout {job}    # stop and remove: drains for at most {unit.stop_limit} s",
+        (
+            f"  {sudo}launchctl kill SIGTERM {job}"
+            "    # restart: drains, ends with 0, and KeepAlive starts it again"
+        ),
+        (
+            f"  {sudo}launchctl bootout {job}"
+            f"    # stop and remove: drains for at most {unit.stop_limit} s"
+        ),
         "`launchctl kickstart -k` kills at once (SIGKILL): nothing is drained. Use kill SIGTERM.",
-        "bootout returns before the job is gone, and a bootstrap right behind it fails with 5 or 37. After a change:",
         (
-            f'  {sudo}launchctl bootout {job}; for n in $(seq 60); do {sudo}launchctl bootstrap {domain} "{path}" && break;'
-            " sleep 1; done"
+            "bootout returns before the job is gone, and a bootstrap right after it fails with 5 or"
+            " 37. After a change:"
         ),
         (
-            "KeepAlive true: started again whatever the status, 0 included; bootout is how to stop it. {Crashed: true} would"
-            " restart nothing: an exit with a status is no crash to launchd."
+            f"  {sudo}launchctl bootout {job}; for n in $(seq 60);"
+            f' do {sudo}launchctl bootstrap {domain} "{path}" && break; sleep 1; done'
         ),
-        "ThrottleInterval 10: at most one start in 10 seconds, which is what slows a start that always fails.",
-        f"ExitTimeOut {unit.stop_limit}: SIGKILL that long after SIGTERM; the drain and the farewell fit in.",
-        "ProcessType Interactive: no limits on CPU and I/O; Background is throttled, which looks like a stall.",
+        (
+            "KeepAlive true: launchd starts it again whatever the status, 0 included; bootout stops"
+            " it. {Crashed: true} would restart nothing: an exit with a status is not a crash to"
+            " launchd."
+        ),
+        (
+            "ThrottleInterval 10: at most one start in 10 seconds. That slows a start that always"
+            " fails."
+        ),
+        (
+            f"ExitTimeOut {unit.stop_limit}: SIGKILL that long after SIGTERM. The drain, and"
+            " telling the clients, take less."
+        ),
+        (
+            "ProcessType Interactive: no limits on CPU and I/O; Background is throttled, which"
+            " looks like a stall."
+        ),
         *(socket if unit.socket else []),
         *([unit.note] if unit.note else []),
     ]

@@ -1,4 +1,4 @@
-"""Limits on memory for a unit: MLX_SHIM_MEMORY_SOFT and MLX_SHIM_MEMORY_HARD, from the machine and the model."""
+"""Chooses MLX_SHIM_MEMORY_SOFT and MLX_SHIM_MEMORY_HARD for a unit, by machine and model."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from ..planning import budget, local_model
 from .invocation import DRAFT, MODEL, option
 
 SOFT, HARD = (settings.variable(name) for name in ("memory_soft", "memory_hard"))
-SOFT_OF_HARD = 0.9  # at most: between the two new requests are refused, and caches trimmed
+# Soft is at most this share of hard. Between the two, the shim refuses new requests and trims
+# caches.
+SOFT_OF_HARD = 0.9
 
 
 class Limits(NamedTuple):
-    """What is put into the environment, and what is said of it."""
+    """The variables for the environment, and a note about them."""
 
     environ: dict[str, str]
     note: str
 
 
 def limits(argv: Sequence[str], environ: Mapping[str, str], total: int | None) -> Limits:
-    """For a server command on a machine of `total` bytes. What `environ` has, 0 included, is left as it is."""
+    """The limits for a server command on a machine of `total` bytes.
+
+    A limit that `environ` has, 0 included, stays as it is.
+    """
     wanted = [name for name in (SOFT, HARD) if name not in environ]
     if not wanted:
         return Limits({}, "")
@@ -35,29 +40,30 @@ def limits(argv: Sequence[str], environ: Mapping[str, str], total: int | None) -
         if advised is None:
             return Limits(
                 {},
-                f"no {' and no '.join(wanted)}: the model has {format_bytes(size)}, which leaves too little",
+                f"no {' and no '.join(wanted)}:"
+                f" the model has {format_bytes(size)}, which leaves too little",
             )
         chosen = {SOFT: budget.as_setting(advised.soft), HARD: budget.as_setting(advised.hard)}
         why = f"from a model of {format_bytes(size)} and this machine's {format_bytes(total)}"
     added = {name: chosen[name] for name in wanted}
     if len(added) == 1:
         try:
-            why += _beside(added, environ)
+            why += _fit(added, environ)
         except _LeftOut as left_out:
             return Limits({}, str(left_out))
     told = ", ".join(f"{name}={value}" for name, value in added.items())
     off = " ".join(f"--env {name}=0" for name in added)
-    return Limits(added, f"{told}: {why}; tried on no Mac. Off with {off} (docs/memory.md)")
+    return Limits(added, f"{told}: {why}; not tried on a Mac. Off with {off} (docs/memory.md)")
 
 
 class _LeftOut(Exception):
-    """A limit cannot stand beside the one that is given, and why."""
+    """A limit does not fit the other one, which is given. The message says why."""
 
 
-def _beside(added: dict[str, str], environ: Mapping[str, str]) -> str:
-    """Hold the one limit that is added to the one that is given: requests must be refused before any is ended.
+def _fit(added: dict[str, str], environ: Mapping[str, str]) -> str:
+    """Fit the one limit that is added to the one that is given, and return a note.
 
-    What is to be said of that. Raises _LeftOut.
+    The shim must refuse requests before it ends one. Raises _LeftOut.
     """
     (name,) = added
     other = SOFT if name == HARD else HARD
@@ -69,13 +75,14 @@ def _beside(added: dict[str, str], environ: Mapping[str, str]) -> str:
         return f", held to {SOFT_OF_HARD:.0%} of the {other}={environ[other]} that is given"
     if name == HARD and computed <= given:
         raise _LeftOut(
-            f"no {HARD}: {added[HARD]}, which it would be, is not above the {other}={environ[other]} given"
+            f"no {HARD}: {added[HARD]}, which it would be, is not above the given"
+            f" {other}={environ[other]}"
         )
     return ""
 
 
 def _bytes(value: str) -> int:
-    """0 for what is off, or no value: that is said elsewhere, and the default is off."""
+    """The bytes of a setting; 0 where it is off or invalid. `environ.doubts` tells the latter."""
     try:
         return values.parse_memory(value)
     except ValueError:
@@ -83,7 +90,7 @@ def _bytes(value: str) -> int:
 
 
 def _size(argv: Sequence[str], environ: Mapping[str, str]) -> int | None:
-    """Bytes of the model and the draft model that the command names; None where one of them is not whole on this machine."""
+    """Bytes of the model and the draft model in the command; None if one is not whole here."""
     if option(argv, *MODEL) is None:
         return None
     named = [

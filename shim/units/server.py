@@ -1,4 +1,4 @@
-"""The server command of a unit, made absolute and found able to run. Nothing of mlx is imported."""
+"""Makes the server command of a unit absolute and checks that it can run. Does not import mlx."""
 
 from __future__ import annotations
 
@@ -27,21 +27,24 @@ from .invocation import (
     flags_that_exclude_us,
     interpreter_of,
     option,
-    replaced,
+    replace_option,
     take_apart,
 )
 
-PATH = "/usr/bin:/bin:/usr/sbin:/sbin"  # what launchd gives; the others give no less
-_ASK_LIMIT = 60  # seconds for an interpreter to say what it can import
+# The PATH that launchd gives. The other supervisors give at least this.
+PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
+# Seconds for an interpreter to say what it can import.
+_ASK_LIMIT = 60
 _MARK = "mlx-lm-shim-answer:"
-# PathFinder, because our sitecustomize leaves its name in sys.modules to the one that it shadows.
+# PathFinder, because the shim's sitecustomize leaves its name in sys.modules to the one it shadows.
 _ASK = f"""\
 import importlib.util, json, sys
 from importlib.machinery import PathFinder
 def place(spec):
     return spec and spec.origin
 print("\\n{_MARK}" + json.dumps({{
-    "version": list(sys.version_info[:2]), "sitecustomize": place(PathFinder.find_spec("sitecustomize")),
+    "version": list(sys.version_info[:2]),
+    "sitecustomize": place(PathFinder.find_spec("sitecustomize")),
     "missing": [n for n in ("mlx_lm", "wrapt", "shim") if importlib.util.find_spec(n) is None],
 }}))
 """
@@ -52,7 +55,7 @@ _HIGHEST_PORT = 65535
 
 @dataclass
 class Server:
-    """A command that can run: absolute, with what stands in its way as warnings, not as errors."""
+    """A command that can run, made absolute. Smaller doubts are warnings, not errors."""
 
     argv: list[str]
     host: str
@@ -60,8 +63,8 @@ class Server:
     warnings: list[str] = field(default_factory=list)
 
 
-def validated(argv: Sequence[str], environ: Mapping[str, str], workdir: str, ours: Path) -> Server:
-    """The command, looked at from every side. `ours` is the folder on PYTHONPATH. Raises Refused."""
+def validate(argv: Sequence[str], environ: Mapping[str, str], workdir: str, ours: Path) -> Server:
+    """Check the command in full. `ours` is the shim's folder on PYTHONPATH. Raises Refused."""
     _check_words(argv)
     known = take_apart(argv)
     program = _executable(argv[0])
@@ -71,9 +74,8 @@ def validated(argv: Sequence[str], environ: Mapping[str, str], workdir: str, our
         python = _executable(first)
         flags = take_apart([python, *options, "-m", "mlx_lm.server"]).flags
     if flags_that_exclude_us(flags):
-        raise Refused(
-            f"{program} would run without the shim: {'; '.join(flags_that_exclude_us(flags))}; leave that option away"
-        )
+        why = "; ".join(flags_that_exclude_us(flags))
+        raise Refused(f"{program} would run without the shim: {why}; leave that option out")
     server = Server([program, *argv[1:]], "", 0)
     if known.script:
         server.argv[known.script] = _script(argv[known.script])
@@ -93,12 +95,13 @@ def _check_words(argv: Sequence[str]) -> None:
     if argv and re.fullmatch(r"[A-Za-z_]\w*=.*", argv[0]):
         name = argv[0].partition("=")[0]
         raise Refused(
-            f"{name}=... before the command is the shell's; give it as --env {name}=VALUE before the --"
+            f"{name}=... before the command is for a shell;"
+            f" give it as --env {name}=VALUE before the --"
         )
 
 
 def _executable(given: str) -> str:
-    """Its absolute path; links stay as they are. Raises Refused."""
+    """The absolute path of a program. Links stay. Raises Refused."""
     found = absolute(given) if "/" in given else shutil.which(given)
     if found is None:
         raise Refused(f"{given!r} is not on PATH; give the program with its path")
@@ -107,7 +110,7 @@ def _executable(given: str) -> str:
             f"{given!r} does not exist; give the interpreter of the environment that has mlx-lm"
         )
     if not os.access(found, os.X_OK) or Path(found).is_dir():
-        raise Refused(f"{given!r} is no program that can be run")
+        raise Refused(f"{given!r} is not a program that can be run")
     return absolute(found)
 
 
@@ -125,7 +128,7 @@ def _check_answer(
     if answer["version"] < _OLDEST:
         version = ".".join(map(str, answer["version"]))
         raise Refused(
-            f"{python} is Python {version}, which the shim leaves alone; 3.10 or newer is needed"
+            f"{python} is Python {version}, which the shim does not guard; 3.10 or newer is needed"
         )
     if "mlx_lm" in missing:
         raise Refused(
@@ -133,26 +136,33 @@ def _check_answer(
         )
     if "shim" in missing and known.is_ours:
         raise Refused(
-            f"{python} has no shim; install mlx-lm-shim there, or give {python} -m mlx_lm server ..."
+            f"{python} has no shim;"
+            f" install mlx-lm-shim there, or give {python} -m mlx_lm server ..."
         )
     if "wrapt" in missing:
         raise Refused(
-            f"{python} has no wrapt, which most guards need: {python} -m pip install 'wrapt>=1.16,!=2.2.0'"
+            f"{python} has no wrapt, which most guards need:"
+            f" {python} -m pip install 'wrapt>=1.16,!=2.2.0'"
         )
     site = answer["sitecustomize"]
     if site is None or Path(site).resolve().parent != ours.resolve():
         server.warnings.append(
-            f"{python} finds the sitecustomize of {site or 'nobody'} first, not that of {ours}"
+            f"{python} finds {site or 'no sitecustomize'} first, not the one in {ours}"
         )
 
 
 def _answer(python: str, environ: Mapping[str, str], workdir: str) -> dict[str, Any]:
-    """What the interpreter says it can import, started as the unit will start it. Raises Refused."""
+    """Start the interpreter as the unit will, and ask what it can import. Raises Refused."""
     try:
         child = subprocess.run(
-            [python, "-c", _ASK], env=environ, cwd=workdir, capture_output=True, check=False, timeout=_ASK_LIMIT,
+            [python, "-c", _ASK],
+            env=environ,
+            cwd=workdir,
+            capture_output=True,
+            check=False,
+            timeout=_ASK_LIMIT,
             stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         raise Refused(
             f"{python} did not answer within {_ASK_LIMIT} s whether it has mlx_lm"
@@ -165,12 +175,15 @@ def _answer(python: str, environ: Mapping[str, str], workdir: str) -> dict[str, 
             return answer
     said = (child.stderr.decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
     raise Refused(
-        f"{python} is no Python that can run: status {child.returncode}, it said: {said[:200]}"
+        f"{python} is not a Python that can run: status {child.returncode}, it said: {said[:200]}"
     )
 
 
 def _check_files(server: Server, known: Invocation, environ: Mapping[str, str]) -> None:
-    """Models and adapters: a path is made absolute and must exist, a hub id should be in the cache."""
+    """Make paths of models and adapters absolute.
+
+    A path must exist. A hub id should be in the cache.
+    """
     arguments: Sequence[str] = server.argv[known.start :]
     for name, shortest in (MODEL, DRAFT, ADAPTER):
         found = option(arguments, name, shortest)
@@ -178,15 +191,16 @@ def _check_files(server: Server, known: Invocation, environ: Mapping[str, str]) 
             continue
         path = absolute(found[1])
         if found[1] and Path(path).exists():
-            arguments = replaced(arguments, found[0], path)
+            arguments = replace_option(arguments, found[0], path)
         elif name == ADAPTER[0] or not _HUB_ID.fullmatch(found[1]):
             raise Refused(
-                f"{name} {found[1]!r} does not exist; accepted: a folder that is there, or an id of the hub"
+                f"{name} {found[1]!r} does not exist;"
+                " accepted: a folder that exists, or an id of the hub"
             )
         elif local_model.in_cache(found[1], environ) is None:
             server.warnings.append(
-                f"{name} {found[1]} is not in the cache of the hub: it is downloaded at the first start, for as long"
-                " as that takes, if it exists"
+                f"{name} {found[1]} is not in the cache of the hub: if it exists, the server"
+                " downloads it at the first start, however long that takes"
             )
     server.argv[known.start :] = arguments
     if option(arguments, *MODEL) is None and not known.is_ours:
@@ -202,7 +216,8 @@ def _check_address(server: Server, known: Invocation) -> None:
     given = port[1] if port else "8080"
     if not re.fullmatch(r"[0-9]{1,5}", given) or not 0 < int(given) <= _HIGHEST_PORT:
         raise Refused(
-            f"--port {given[:20]!r} is not a port that clients can know; accepted: 1 to {_HIGHEST_PORT}"
+            f"--port {given[:20]!r} is not a port that clients can know;"
+            f" accepted: 1 to {_HIGHEST_PORT}"
         )
     server.port = int(given)
     why = _why_not_free(server.host, server.port)
@@ -211,22 +226,23 @@ def _check_address(server: Server, known: Invocation) -> None:
 
 
 def _why_not_free(host: str, port: int) -> str:
-    """Why the server could not listen there now, or the empty string."""
+    """Say why the server could not listen there now; else the empty string."""
     try:
         kind, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(kind, socket.SOCK_STREAM) as asked:
-            asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            # The server sets it too.
+            asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             asked.bind(address)
             asked.listen(1)
     except socket.gaierror as error:
-        return f"--host {host!r} is no address of this machine: {error.strerror}"
+        return f"--host {host!r} is not an address of this machine: {error.strerror}"
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return (
-                f"port {port} is taken on {host}: while it is, the server exits 71 and is restarted again and again;"
-                f" look with: lsof -nP -iTCP:{port} -sTCP:LISTEN"
+                f"port {port} is taken on {host}: while it is, the server exits 71 and is restarted"
+                f" again and again; look with: lsof -nP -iTCP:{port} -sTCP:LISTEN"
             )
         return f"the server could not listen on {host}:{port}: {error.strerror}"
     return ""

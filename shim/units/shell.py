@@ -1,4 +1,4 @@
-"""What a shell between a supervisor and the server does to the server's status, and to the SIGTERM meant for it."""
+"""What a shell between a supervisor and the server does to the server's status and to SIGTERM."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ NAMES = ("sh", "bash", "zsh", "dash", "ksh", "fish")
 _SERVERS = {"mlx_lm", "mlx_lm.server", "mlx-lm-shim"}
 _KEYWORDS = {"do", "then", "else", "{", "(", "!", "time", "command", "builtin"}
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
-_LARGEST_SCRIPT = 100_000  # characters; a wrapper is short
+# Characters. A script that starts a server is short.
+_LARGEST_SCRIPT = 100_000
 
 
 @dataclass
 class Within:
-    """The server command that a shell runs: with what environment, and what is wrong with the way."""
+    """The server command that a shell runs, its environment, and what is wrong with the script."""
 
     argv: list[str] = field(default_factory=list)
     environ: dict[str, str] = field(default_factory=dict)
-    fault: str = ""  # defeats the shim
-    hint: str = ""  # does not
+    # A fault defeats the shim, a hint does not.
+    fault: str = ""
+    hint: str = ""
 
 
 def is_shell(argv: Sequence[str]) -> bool:
@@ -30,7 +32,10 @@ def is_shell(argv: Sequence[str]) -> bool:
 
 
 def script_of(argv: Sequence[str]) -> tuple[str, list[str]] | None:
-    """(text, what it finds as $0 $1 ...) of `sh -c TEXT ...`, `sh FILE ...`, or a shell script that can be read here."""
+    """The script of `sh -c TEXT ...`, `sh FILE ...`, or a shell script that can be read here.
+
+    Returns (text, its arguments from $0 on).
+    """
     if is_shell(argv):
         for index, word in enumerate(argv[1:], 1):
             if re.fullmatch(r"-[a-z]*c", word):
@@ -46,17 +51,22 @@ def _read(argv: list[str], *, must_be_shell: bool = False) -> tuple[str, list[st
         with Path(argv[0]).open(encoding="utf-8") as script:
             text = script.read(_LARGEST_SCRIPT)
     except (OSError, ValueError, IndexError):
-        return None  # not here, or a program: what it does cannot be told
+        # It is not here, or not text: what it does cannot be told.
+        return None
     shebang = text.splitlines()[0].removeprefix("#!").split() if text.startswith("#!") else []
     if must_be_shell and (
         not any(Path(word).name in NAMES for word in shebang) or "'''exec'" in text
     ):
-        return None  # a console script whose second line is an exec is no wrapper
+        # Not a shell script, or a console script whose second line is an exec.
+        return None
     return text, argv
 
 
 def commands(text: str) -> list[tuple[list[str], str]]:
-    """The simple commands of a script, each with the operator that follows it. Raises ValueError for open quotes."""
+    """The simple commands of a script, each with the operator after it.
+
+    Raises ValueError for open quotes.
+    """
     text = re.sub(r"^\s*#.*$", "", text.replace("\\\n", " "), flags=re.MULTILINE)
     lexer = shlex.shlex(text, posix=True, punctuation_chars="();<>|&\n")
     lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
@@ -68,7 +78,8 @@ def commands(text: str) -> list[tuple[list[str], str]]:
             skip = False
         elif set(token) <= set("();<>|&\n"):
             if "<" in token or ">" in token:
-                skip = True  # where to
+                # The next word is the file.
+                skip = True
                 continue
             if words:
                 found.append((words, token.strip("\n()") or ";"))
@@ -79,14 +90,14 @@ def commands(text: str) -> list[tuple[list[str], str]]:
 
 
 def look(text: str, arguments: Sequence[str]) -> Within | None:
-    """The server command in a script; `arguments` are its $0, $1 ... None where there is none to be seen."""
+    """Find the server command in a script; None where there is none. `arguments` start at $0."""
     try:
         steps = commands(text)
     except ValueError:
         return None
     environ: dict[str, str] = {}
     for index, (words, operator) in enumerate(steps):
-        rest = _assigned(words, environ)
+        rest = _strip_assignments(words, environ)
         if not _is_server(rest, arguments):
             continue
         execs = "exec" in rest[:1]
@@ -95,7 +106,7 @@ def look(text: str, arguments: Sequence[str]) -> Within | None:
             at = argv.index("$@")
             argv = [*argv[:at], *arguments[1:], *argv[at + 1 :]]
         within = Within(argv, environ)
-        before = [step for step, _ in steps[:index] if _assigned(step, {})]
+        before = [step for step, _ in steps[:index] if _strip_assignments(step, {})]
         within.fault = _fault(operator, execs, bool(before), index + 1 < len(steps))
         if not within.fault and not execs:
             within.hint = (
@@ -114,8 +125,8 @@ def _is_server(words: Sequence[str], arguments: Sequence[str]) -> bool:
     )
 
 
-def _assigned(words: Sequence[str], environ: dict[str, str]) -> list[str]:
-    """The words behind assignments, `export` and keywords; what is assigned goes into `environ`."""
+def _strip_assignments(words: Sequence[str], environ: dict[str, str]) -> list[str]:
+    """The words after assignments, `export` and keywords. The assignments go into `environ`."""
     rest = list(words)
     while rest and rest[0] in _KEYWORDS:
         rest.pop(0)
@@ -130,13 +141,22 @@ def _assigned(words: Sequence[str], environ: dict[str, str]) -> list[str]:
 
 def _fault(operator: str, execs: bool, before: bool, after: bool) -> str:
     if operator.startswith("||"):
-        return "what follows || swallows the server's status, so that the supervisor sees another"
+        return "what follows || swallows the server's status: the supervisor sees another"
     if operator.startswith("|"):
-        return "the status of a pipe is that of its last command, not the server's, and SIGTERM does not reach the server"
+        return (
+            "the status of a pipe is that of its last command, not the server's,"
+            " and SIGTERM does not reach the server"
+        )
     if operator == "&":
-        return "& puts the server into the background: the supervisor sees the shell end, and neither status nor signal"
+        return (
+            "& puts the server into the background: the supervisor sees the shell end,"
+            " and does not get the server's status or signal"
+        )
     if execs:
         return ""
     if after:
-        return "the shell's status is that of what follows the server, and SIGTERM ends the shell: nothing is drained"
+        return (
+            "the shell's status is that of what follows the server,"
+            " and SIGTERM ends the shell: nothing is drained"
+        )
     return "SIGTERM ends the shell, not the server: nothing is drained" if before else ""

@@ -1,7 +1,8 @@
-"""A program section for supervisord, and what is to be known about it.
+"""Makes a program section for supervisord, with advice.
 
-supervisord has no socket that outlives a process: its fcgi-program closes the socket when no process of the group is left
-(supervisor/socket_manager.py counts them). With --socket the group has a second process, which does nothing but hold it.
+supervisord has no socket that outlives a process: its fcgi-program closes the socket when no
+process of the group is left (supervisor/socket_manager.py counts them). With --socket the group has
+a second process, which only holds the socket.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import shlex
 from . import Refused
 from .plan import OPEN_FILES, Made, Unit, host_and_port
 
-_HERE = "%(here)s"  # supervisord replaces it before anything else, escaped or not
-# Process 0 holds the socket, 1 is the server. FastCGI's socket is descriptor 0; systemd's protocol has it at 3.
+# supervisord replaces this before anything else, escaped or not.
+_HERE = "%(here)s"
+# Process 0 holds the socket, 1 is the server. The socket is descriptor 0 in FastCGI, and 3 in the
+# protocol of systemd.
 _HOLDER = 'test "$0" = 0 && exec sleep 2147483647; exec env LISTEN_PID=$$ "$@" 3<&0 </dev/null'
 
 
@@ -41,23 +44,22 @@ def made(unit: Unit) -> Made:
         "stopasgroup=false",
         "killasgroup=true",
         "redirect_stderr=true",
-        # expanded twice: supervisor/options.py does so with this option alone
+        # supervisor/options.py expands this option twice, and no other.
         *([f"stdout_logfile={_path(unit.log).replace('%', '%%')}"] if unit.log else []),
     ]
     return Made({f"{unit.name}.conf": "\n".join(lines) + "\n"}, _advice(unit))
 
 
 def _word(word: str) -> str:
-    """A word of the command: for shlex, with no comment begun in it, and % as supervisord wants it."""
+    """Write a word of the command for shlex and for supervisord's % and comments."""
     _refuse_here(word)
-    pieces = re.split(
-        r"(?<=\s)(?=[;#])", word
-    )  # white space before ; or # begins a comment, quoted or not
+    # White space before ; or # begins a comment, even within quotes.
+    pieces = re.split(r"(?<=\s)(?=[;#])", word)
     return "".join(shlex.quote(piece) for piece in pieces).replace("%", "%%")
 
 
 def _pair(name: str, value: str) -> str:
-    """NAME="VALUE", which knows no escapes and strips all quotes at both ends."""
+    """Write NAME="VALUE". supervisord knows no escapes and strips all quotes at both ends."""
     _refuse_here(value)
     if (
         value.strip("'\"") != value
@@ -65,8 +67,8 @@ def _pair(name: str, value: str) -> str:
         or re.search(r"\s[;#]", value)
     ):
         raise Refused(
-            f"the value of {name} cannot be written for supervisord: no quotes at its ends, not both kinds of quotes, and"
-            " no ; or # after a space"
+            f"the value of {name} cannot be written for supervisord: no quotes at its ends, not"
+            " both kinds of quotes, and no ; or # after a space"
         )
     quote = "'" if '"' in value else '"'
     return f"{name}={quote}{value}{quote}".replace("%", "%%")
@@ -76,7 +78,8 @@ def _path(path: str) -> str:
     _refuse_here(path)
     if re.search(r"\s[;#]", path):
         raise Refused(
-            f"{path!r} cannot be written for supervisord: ; or # after a space begins a comment there"
+            f"{path!r} cannot be written for supervisord:"
+            " ; or # after a space begins a comment there"
         )
     return path.replace("%", "%%")
 
@@ -89,21 +92,39 @@ def _refuse_here(text: str) -> None:
 def _advice(unit: Unit) -> list[str]:
     name = f"{unit.name}:{unit.name}_1" if unit.socket else unit.name
     holder = (
-        f"{unit.name}_0 only holds the socket: supervisord closes it when no process of the group is left. Who connects"
-        f" while the model is loaded again waits instead of being refused. Restart {unit.name}_1, not the group."
+        f"{unit.name}_0 only holds the socket: supervisord closes it when no process of the group"
+        " is left. A client that connects while the model loads again waits instead of being"
+        " refused."
+        f" Restart {unit.name}_1, not the group."
     )
     return [
         f"save it as {unit.name}.conf in a folder that supervisord.conf includes, then:",
-        "  supervisorctl reread && supervisorctl update    # install: start now, and with supervisord",
-        f"  supervisorctl status {name}    # look; supervisord's own log has the statuses (docs/exit-codes.md)",
+        (
+            "  supervisorctl reread && supervisorctl update"
+            "    # install: start now, and with supervisord"
+        ),
+        (
+            f"  supervisorctl status {name}"
+            "    # look; supervisord's own log has the statuses (docs/exit-codes.md)"
+        ),
         f"  supervisorctl tail -f {name}",
         f"  supervisorctl restart {name}    # restart: drains for at most {unit.stop_limit} s",
-        f"  supervisorctl stop {unit.name}{':*' if unit.socket else ''}    # stop; remove the file and `update`",
         (
-            "autorestart=true: started again whatever the status, at once; `supervisorctl stop` is how to stop it. What ends"
-            " within startsecs is tried again after 1, 2, 3 ... seconds, startretries times."
+            f"  supervisorctl stop {unit.name}{':*' if unit.socket else ''}"
+            "    # stop; remove the file and `update`"
         ),
-        f"stopwaitsecs={unit.stop_limit}: SIGKILL that long after SIGTERM; the drain and the farewell fit in.",
-        f"minfds in [supervisord], 1024 unless set, is how many files the server may have open; {OPEN_FILES} is plenty.",
+        (
+            "autorestart=true: supervisord starts it again at once, whatever the status;"
+            " `supervisorctl stop` stops it. A server that ends within startsecs is tried again"
+            " after 1, 2, 3 ... seconds, startretries times."
+        ),
+        (
+            f"stopwaitsecs={unit.stop_limit}: SIGKILL that long after SIGTERM. The drain, and"
+            " telling the clients, take less."
+        ),
+        (
+            "minfds in [supervisord], 1024 unless set, is how many files the server may have open;"
+            f" {OPEN_FILES} is plenty."
+        ),
         *([holder] if unit.socket else []),
     ]

@@ -1,4 +1,4 @@
-"""A systemd service, with a socket where asked, and what is to be known about it."""
+"""Makes a systemd service, with a socket where asked, and advice."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def _service(unit: Unit) -> str:
         "[Service]",
         f"Type={'notify' if unit.notify else 'exec'}",
         *(notify if unit.notify else []),
-        "ExecStart=" + " ".join(quoted(word).replace("$", "$$") for word in unit.argv),
+        "ExecStart=" + " ".join(quote(word).replace("$", "$$") for word in unit.argv),
         *(
-            f"Environment={quoted(f'{name}={value}')}"
+            f"Environment={quote(f'{name}={value}')}"
             for name, value in sorted(unit.environ.items())
         ),
-        f"WorkingDirectory={percent(unit.workdir)}",
+        f"WorkingDirectory={escape_specifiers(unit.workdir)}",
         *([f"User={unit.user}"] if unit.user else []),
         *(
-            [f"StandardOutput=append:{percent(unit.log)}", "StandardError=inherit"]
+            [f"StandardOutput=append:{escape_specifiers(unit.log)}", "StandardError=inherit"]
             if unit.log
             else []
         ),
@@ -75,15 +75,15 @@ def _socket(unit: Unit) -> str:
     return "\n".join(lines) + "\n"
 
 
-def quoted(word: str) -> str:
-    """A word as systemd.syntax(7) has it, specifiers escaped. In ExecStart, $ is to be doubled besides."""
+def quote(word: str) -> str:
+    """Quote a word as in systemd.syntax(7), specifiers escaped. In ExecStart, double each $ too."""
     if _PLAIN.fullmatch(word):
         return word
-    return '"' + percent(word).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return '"' + escape_specifiers(word).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def percent(text: str) -> str:
-    """Text that systemd takes as it stands, but for specifiers."""
+def escape_specifiers(text: str) -> str:
+    """Escape the specifiers in a text that systemd otherwise takes as it is."""
     return text.replace("%", "%%")
 
 
@@ -103,17 +103,21 @@ def _advice(unit: Unit) -> list[str]:
         + ("boot" if unit.user else "login"),
         f"  systemctl{user} status {unit.name}    # look: the last status (docs/exit-codes.md)",
         f"  journalctl{user} -f -u {unit.name}",
-        f"  {sudo}systemctl{user} restart {unit.name}    # restart: drains for at most {unit.stop_limit} s",
+        (
+            f"  {sudo}systemctl{user} restart {unit.name}"
+            f"    # restart: drains for at most {unit.stop_limit} s"
+        ),
         f"  {sudo}systemctl{user} disable --now {units}    # stop and remove",
         *([] if unit.user else [linger]),
         (
-            "Restart=always with StartLimitIntervalSec=0: started again whatever the status, for ever; `systemctl stop` is how"
-            " to stop it. A start that always fails (78) is tried again too, since the disk or the hub may come back; add"
+            "Restart=always with StartLimitIntervalSec=0: systemd starts it again whatever the"
+            " status, without limit; `systemctl stop` stops it. A start that always fails (78) is"
+            " tried again too, since the disk or the hub may come back; add"
             " RestartPreventExitStatus=78 to have it stay down."
         ),
         (
-            f"KillMode=mixed and TimeoutStopSec={unit.stop_limit}: SIGTERM to the server, SIGKILL to all that long after it;"
-            " the drain and the farewell fit in."
+            f"KillMode=mixed and TimeoutStopSec={unit.stop_limit}: SIGTERM to the server, SIGKILL"
+            " to all processes that long after it. The drain, and telling the clients, take less."
         ),
         *([notify] if unit.notify else []),
     ]

@@ -1,4 +1,4 @@
-"""The syntax of systemd's units, as systemd.syntax(7) and systemd.service(5) have it, as far as a check needs it."""
+"""Reads systemd's units by systemd.syntax(7) and systemd.service(5), as far as a check needs it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _UNITS = {
-    "us": 1e-6, "usec": 1e-6, "ms": 1e-3, "msec": 1e-3, "s": 1.0, "sec": 1.0, "second": 1.0, "seconds": 1.0, "": 1.0,
-    "m": 60.0, "min": 60.0, "minute": 60.0, "minutes": 60.0, "h": 3600.0, "hr": 3600.0, "hour": 3600.0, "hours": 3600.0,
-    "d": 86400.0, "day": 86400.0, "days": 86400.0,
-}  # fmt: skip
+    "us": 1e-6,
+    "usec": 1e-6,
+    "ms": 1e-3,
+    "msec": 1e-3,
+    "s": 1.0,
+    "sec": 1.0,
+    "second": 1.0,
+    "seconds": 1.0,
+    "": 1.0,
+    "m": 60.0,
+    "min": 60.0,
+    "minute": 60.0,
+    "minutes": 60.0,
+    "h": 3600.0,
+    "hr": 3600.0,
+    "hour": 3600.0,
+    "hours": 3600.0,
+    "d": 86400.0,
+    "day": 86400.0,
+    "days": 86400.0,
+}
 _ESCAPES = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "s": " "}
 _TOKEN = re.compile(
     r"""\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[0-7]{3}|.)|"|'|\s+|[^\\"'\s]+""", re.DOTALL
@@ -19,7 +36,7 @@ _TOKEN = re.compile(
 
 @dataclass
 class Entries:
-    """Assignments in order: section, key, value, line. An empty one takes back what came before."""
+    """Assignments in order: section, key, value, line. An empty value clears the earlier ones."""
 
     found: list[tuple[str, str, str, int]] = field(default_factory=list)
 
@@ -46,12 +63,13 @@ class Entries:
 
 
 def parse(text: str) -> Entries:
-    """The assignments of a unit; a line that is none is left out, as systemd does."""
+    """The assignments of a unit. Like systemd, it skips a line that is not one."""
     entries, section = Entries(), ""
     held, first = "", 0
     for number, line in enumerate(text.splitlines(), 1):
+        # A comment may also stand between continued lines.
         if line.lstrip().startswith(("#", ";")):
-            continue  # also between continued lines
+            continue
         first = first if held else number
         if line.endswith("\\"):
             held += line[:-1] + " "
@@ -66,7 +84,7 @@ def parse(text: str) -> Entries:
 
 
 def words(text: str) -> list[str]:
-    """Words, with quotes and C escapes undone, %% as %; other specifiers stay, but for %h."""
+    """The words, with quotes and C escapes undone and %% and %h replaced. Other specifiers stay."""
     found: list[str] = []
     word: str | None = None
     quote = ""
@@ -78,12 +96,12 @@ def words(text: str) -> list[str]:
             found += [word] if word is not None else []
             word = None
         else:
-            word = (word or "") + (_unescaped(token) if token.startswith("\\") else token)
+            word = (word or "") + (_unescape(token) if token.startswith("\\") else token)
     found += [word] if word is not None else []
-    return [specified(word) for word in found]
+    return [replace_specifiers(word) for word in found]
 
 
-def _unescaped(token: str) -> str:
+def _unescape(token: str) -> str:
     code = token[1:]
     if code[0] in "xu" and len(code) > 1:
         return chr(int(code[1:], 16))
@@ -92,13 +110,13 @@ def _unescaped(token: str) -> str:
     return _ESCAPES.get(code, code)
 
 
-def specified(text: str) -> str:
-    """With the specifiers replaced that mean the same here: %% and %h."""
+def replace_specifiers(text: str) -> str:
+    """Replace the specifiers that mean the same here: %% and %h."""
     return re.sub(r"%([%h])", lambda m: "%" if m[1] == "%" else str(Path.home()), text)
 
 
 def environment(unit: Entries) -> dict[str, str]:
-    """What Environment= and the files of EnvironmentFile=, where they can be read, set."""
+    """The variables of Environment= and of the files in EnvironmentFile= that can be read."""
     found: dict[str, str] = {}
     for value in unit.all("Service", "Environment"):
         for word in words(value):
@@ -106,12 +124,12 @@ def environment(unit: Entries) -> dict[str, str]:
             if equals:
                 found[name] = what
     for name in unit.all("Service", "EnvironmentFile"):
-        found |= _of_file(Path(specified(name.removeprefix("-"))))
+        found |= _of_file(Path(replace_specifiers(name.removeprefix("-"))))
     return found
 
 
 def _of_file(path: Path) -> dict[str, str]:
-    """NAME=VALUE lines. A secret may stand in such a file, so names are all that is kept of what looks like one."""
+    """The NAME=VALUE lines of a file, which may hold secrets: a value like one is left out."""
     from .environ import secret
 
     found = {}
@@ -127,7 +145,7 @@ def _of_file(path: Path) -> dict[str, str]:
 
 
 def duration(text: str) -> float | None:
-    """Seconds of a time span such as 90, 1min 30s; None for infinity, and for what is no time span."""
+    """Seconds of a time span such as 90 or 1min 30s; None for infinity and for other text."""
     parts = re.findall(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if not parts or any(unit not in _UNITS for _, unit in parts):
         return None

@@ -1,4 +1,6 @@
-"""What stock does with each bad request: the table in docs/bad-requests.md. Prints it; about ten minutes.
+"""Prints what stock does with each bad request, the table in docs/bad-requests.md.
+
+It takes about ten minutes.
 
 .venvs/0.32.2/bin/python tests/bench/bad_requests.py
 """
@@ -16,18 +18,19 @@ from kit.bad_requests import CASES, Case
 from kit.harness import LINES, Server
 from shim.cli import tiny_model
 
-PATIENCE = 6.0  # seconds; an answer takes a tenth of one
+# Seconds. An answer takes a tenth of one.
+PATIENCE = 6.0
 
 
 class Stock:
-    """A stock server that is started anew whenever a request has ended it."""
+    """A stock server. It is started again whenever a request has ended it."""
 
     def __init__(self, line: str, model: Path, log: Path) -> None:
         self.line, self.model, self.log = line, model, log
         self.server: Server | None = None
 
     def fate(self, case: Case) -> str:
-        """What the request gets, and what becomes of the server."""
+        """Send the request, and say what it gets and what becomes of the server."""
         server = self._running()
         try:
             status = server.post(case.raw, case.path, timeout=PATIENCE)[0]

@@ -1,4 +1,6 @@
-"""Every name of stock that the shim touches, changed in every way, on both lines: what becomes of the heart. Markdown.
+"""Changes every name of stock that the shim touches, and prints what becomes of the heart.
+
+Each name is changed in every way, on both lines. The output is Markdown.
 
 python tests/bench/drift.py [LINE ...] [--heart] [--name PART] [--kind KIND] [--log] [--stock]
 
@@ -14,6 +16,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
+from kit import harness
 from kit.drift import cases, mutate, report
 from kit.harness import LINES
 from shim.engine.anatomy import ATTRIBUTES
@@ -31,6 +34,7 @@ parser.add_argument(
 )
 given = parser.parse_args()
 
+harness.forking = True
 rows = []
 begun = time.monotonic()
 for line in given.line:
@@ -39,15 +43,12 @@ for line in given.line:
         guards = cases.HEART if given.heart else cases.GUARDS
         wanted = cases.cases(cases.touched(line, folder, guards), given.kind or mutate.KINDS)
         bench = cases.Bench(line, folder)
-        try:
-            run = bench.serves if given.stock else bench.run
-            rows += bench.run_all(
-                [case for case in wanted if given.name in f"{case[0]}.{case[1]}"], run
-            )
-            if not sys.argv[1:]:
-                rows += [row for row in bench.run_each(ATTRIBUTES) if row is not None]
-        finally:
-            bench.close()
+        run = bench.serves if given.stock else bench.run
+        rows += bench.run_all(
+            [case for case in wanted if given.name in f"{case[0]}.{case[1]}"], run
+        )
+        if not sys.argv[1:]:
+            rows += [row for row in bench.run_each(ATTRIBUTES) if row is not None]
 wrong = [row for row in rows if row.wrong]
 print(report.table(rows))
 print(

@@ -1,4 +1,4 @@
-"""Both fuzzers, with another seed each time and as many examples as you like.
+"""Runs both fuzzers, with another seed each time and as many examples as you like.
 
 .venvs/0.32.2/bin/python tests/bench/fuzz.py [examples, 5000]
 """
@@ -44,8 +44,9 @@ def run(line: str, model: Path, folder: Path, examples: settings) -> None:
         assert server.get("/health")[1]["status"] == "ok"
         assert "Traceback" not in server.text()
         print(
-            f"{line}: {dict(statuses)}, as many connections of raw bytes; {beside.rounds} rounds of four normal streams "
-            f"beside them with the tokens of stock; {time.monotonic() - start:.0f} s; {server.get('/health')[1]['counters']}"
+            f"{line}: {dict(statuses)}, as many connections of raw bytes; {beside.rounds} rounds of"
+            " four normal streams at the same time, with the tokens of stock;"
+            f" {time.monotonic() - start:.0f} s; {server.get('/health')[1]['counters']}"
         )
 
 

@@ -1,5 +1,7 @@
-"""Deaths in a row under supervisord, eight openai clients asking all the time: with the socket handed over, without, and
-with stock, one after another. The tables are for docs/supervision.md.
+"""Measures deaths in a row under supervisord, while eight openai clients ask all the time.
+
+It runs the shim with the socket handed over, the shim without, and stock, one after another. The
+tables are for docs/sockets.md.
 
 .venvs/0.32.2/bin/python tests/bench/headline.py [deaths] [seconds to watch stock]
 """
@@ -49,7 +51,7 @@ def stock(folder: Path, model: FaultyModel, seconds: float) -> None:
         print(
             f"answered again after {answered - died:.1f} s"
             if answered
-            else "nobody was answered any more"
+            else "no client was answered any more"
         )
         waiting = sum(client.thread.is_alive() and not client.errors for client in crowd.clients)
         say(crowd, waiting, 1)
@@ -59,10 +61,12 @@ def say(crowd: headline.Crowd, hung: int, deaths: int) -> None:
     kinds = sorted({type(error).__name__ for error in crowd.errors})
     longest = max(client.longest for client in crowd.clients)
     print(
-        f"{deaths} deaths, {crowd.answers} answers, {len(crowd.errors)} errors {kinds or ''}, {hung} still waiting;"
+        f"{deaths} deaths, {crowd.answers} answers, {len(crowd.errors)} errors {kinds or ''},"
+        f" {hung} still waiting;"
     )
     print(
-        f"the longest request took {longest:.1f} s; {crowd.refused} of {crowd.probes} probes refused",
+        f"the longest request took {longest:.1f} s;"
+        f" {crowd.refused} of {crowd.probes} probes refused",
         flush=True,
     )
 

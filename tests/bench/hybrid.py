@@ -1,4 +1,6 @@
-"""Decode of hybrid models, ours against stock: five pairs of 3,000 tokens, interleaved; and when stock would die.
+"""Measures how fast hybrid models decode, with the shim and with stock, and when stock would die.
+
+It takes five pairs of 3,000 tokens, interleaved.
 
 python3 tests/bench/hybrid.py [pairs]        (after tests/run.py has made the environments)
 """
@@ -63,10 +65,12 @@ def main() -> None:
         ratio = statistics.median(ours / stock for stock, ours in times)
         stock, ours = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
         print(
-            f"{family:12} {pairs} pairs of 3,000 tokens: stock {stock:.3f} ms a token, ours {ours:.3f}; ratio {ratio:.3f}"
+            f"{family:12} {pairs} pairs of 3,000 tokens: stock {stock:.3f} ms a token,"
+            f" ours {ours:.3f}; ratio {ratio:.3f}"
         )
     print(
-        f"\nTokens of one completion until {CAP:,} buffers, at a buffer a token in each linear layer but one ({', '.join(LINES)}):"
+        f"\nTokens of one completion until {CAP:,} buffers, at a buffer a token in each linear"
+        f" layer but one ({', '.join(LINES)}):"
     )
     for name, layers in LAYERS.items():
         print(f"  {name:28} stock {CAP // (layers - 1):>8,}   ours: never")

@@ -1,4 +1,6 @@
-"""What the ledger costs a token: `put` on a response queue of ours and on queue.Queue, paired and interleaved.
+"""Measures what the ledger costs a token: `put` on the shim's response queue and on queue.Queue.
+
+The measurements are paired and interleaved.
 
 python3 tests/bench/ledger.py [pairs]
 """
@@ -42,7 +44,8 @@ def main() -> None:
     base, with_ledger = (statistics.median(column) for column in zip(*times, strict=True))
     extra = statistics.median(b - a for a, b in times)
     print(
-        f"put, median of {pairs} pairs of {TOKENS}: queue.Queue {base * 1e9:.0f} ns, ours {with_ledger * 1e9:.0f} ns"
+        f"put, median of {pairs} pairs of {TOKENS}: queue.Queue {base * 1e9:.0f} ns,"
+        f" ours {with_ledger * 1e9:.0f} ns"
     )
     print(f"the ledger adds {extra * 1e9:.0f} ns a token; ratio {with_ledger / base:.2f}")
 

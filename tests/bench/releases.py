@@ -1,9 +1,10 @@
-"""Every release of mlx-lm in use, under the shim and with stock: what is seen there is docs/compatibility.md.
+"""Tries every release of mlx-lm in use, under the shim and with stock: docs/compatibility.md.
 
-.venvs/0.32.2/bin/python tests/bench/releases.py [release ...]        (after tests/run.py has made that environment)
+.venvs/0.32.2/bin/python tests/bench/releases.py [release ...]
 
-Makes an environment for each release where there is none. With releases named, only those are run and the page is
-printed. Status 1 if the shim fails anywhere.
+Run it after tests/run.py has made that environment. It makes an environment for each release that
+has none. With releases named, it runs only those and prints the page. Status 1 if the shim fails
+anywhere.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from kit.pages.compatibility import PAGE, Row, ask_doctor, page
 from kit.releases import NotHere, Pair
 from kit.scenarios import SCENARIOS, Scenario, Stage
 
-AT_ONCE = 5  # scenarios: on two cores, since most of one is waiting
+# Scenarios at the same time, on two cores: most of a scenario is waiting.
+AT_ONCE = 5
 
 
 def environments(only: list[str]) -> tuple[dict[Pair, str], list[str]]:
-    """The Python of each environment; and what is not here, in words."""
+    """Make the environments. Returns the Python of each, and says what is missing here."""
     found = releases.interpreters()
     pythons: dict[Pair, str] = {}
     absent = [f"no Python {version} here" for version in releases.PYTHONS if version not in found]

@@ -1,6 +1,9 @@
-"""One look into the prompt cache, ours against stock: pairs of one entry of so many tokens, and a prompt that shares four.
+"""Measures one look into the prompt cache, with the shim and with stock.
 
-python3 tests/bench/search.py [pairs [tokens ...]]        (after tests/run.py has made the environments)
+The cache holds one entry of so many tokens, and the prompt shares four of them. Run it after
+tests/run.py has made the environments:
+
+python3 tests/bench/search.py [pairs [tokens ...]]
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ def main() -> None:
             stock, ours = (statistics.median(column) for column in zip(*times, strict=True))
             ratio = statistics.median(stock / ours for stock, ours in times)
             print(
-                f"mlx-lm {line}, {tokens:>7,} tokens, {pairs} pairs: stock {stock:8.3f} s, ours {ours * 1e3:6.1f} ms; "
-                f"stock takes {ratio:,.0f} times ours"
+                f"mlx-lm {line}, {tokens:>7,} tokens, {pairs} pairs: stock {stock:8.3f} s,"
+                f" ours {ours * 1e3:6.1f} ms; stock takes {ratio:,.0f} times ours"
             )
 
 

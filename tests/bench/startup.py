@@ -1,4 +1,6 @@
-"""What the shim costs a Python that is no server: `python -c pass`, with and without it, paired and interleaved.
+"""Measures what the shim costs a Python that is not a server: `python -c pass`, with and without.
+
+The measurements are paired and interleaved.
 
 python3 tests/bench/startup.py [pairs]
 """
@@ -27,17 +29,19 @@ def main() -> None:
         k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
     }
     under = without | {"PYTHONPATH": str(REPO)}
-    # The fair comparison: PYTHONPATH names a folder either way, since one more folder costs every import a look.
+    # To be fair, PYTHONPATH names a folder in both cases: every import looks into each folder.
     empty = without | {"PYTHONPATH": str(REPO / "docs")}
     for environ in (empty, under, empty, under):
-        once(environ)  # the byte code is compiled, the files are in memory
+        # Compiles the byte code and brings the files into memory.
+        once(environ)
     times = [
         (once(empty), once(under)) if n % 2 else (once(under), once(empty))[::-1]
         for n in range(pairs)
     ]
     base, ours = (statistics.median(column) for column in zip(*times, strict=True))
     print(
-        f"python -c pass, median of {pairs} pairs: without {base * 1e3:.2f} ms, with {ours * 1e3:.2f} ms"
+        f"python -c pass, median of {pairs} pairs: without {base * 1e3:.2f} ms,"
+        f" with {ours * 1e3:.2f} ms"
     )
     difference = statistics.median(b - a for a, b in times)
     print(f"median of the paired differences {difference * 1e3:+.2f} ms; ratio {ours / base:.3f}")

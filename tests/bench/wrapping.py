@@ -15,4 +15,4 @@ tail = rest.partition(wrapping.END)[2]
 with tempfile.TemporaryDirectory() as folder:
     new = head + wrapping.BEGIN + wrapping.table(Path(folder)) + wrapping.END + tail
 wrapping.PAGE.write_text(new)
-print("as it was" if new == page else f"{wrapping.PAGE} is written anew")
+print("as it was" if new == page else f"{wrapping.PAGE} is written again")

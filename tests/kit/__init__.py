@@ -1,1 +1,1 @@
-"""What the tests are made of: servers, clients, models that misbehave, pages made from runs."""
+"""The parts of the tests: servers, clients, models that misbehave, pages made from runs."""

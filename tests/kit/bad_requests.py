@@ -1,4 +1,7 @@
-"""Requests that no server can serve, each with what it must be told: the cases of tests, fuzzers and docs/bad-requests.md."""
+"""Requests that no server can serve, each with the error that it must get.
+
+Tests, fuzzers and docs/bad-requests.md use these cases.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,17 @@ from typing import Any
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 LARGE = 10**80
-TINY_VOCABULARY = 257  # rows of the tiny model's embedding
+# Rows of the tiny model's embedding.
+TINY_VOCABULARY = 257
 
 
 @dataclass(frozen=True)
 class Case:
-    """`kills`: the lines of mlx-lm whose stock server does not survive it."""
+    """A bad request. `kills`: the lines of mlx-lm whose stock server does not survive it."""
 
     name: str
-    body: Any  # what json.dumps takes, or bytes as they are sent
+    # An object for json.dumps, or bytes that are sent as they are.
+    body: Any
     param: str | None = None
     path: str = TEXT
     status: int = 400
@@ -32,7 +37,7 @@ OLD, NEW = BOTH[:1], BOTH[1:]
 
 
 def text(name: str, kills: tuple[str, ...] = (), param: str | None = "", **fields: Any) -> Case:
-    """A completion with one field that is wrong: by default the last one given."""
+    """A completion with one wrong field, by default the last one given."""
     param = list(fields)[-1] if param == "" else param
     return Case(name, {"prompt": f"case {name}", "max_tokens": 3, **fields}, param, kills=kills)
 

@@ -1,14 +1,13 @@
-"""Tiny random-weight models for every mlx-lm module whose cache is advanced.
+"""Tiny models with random weights for every module of mlx-lm whose cache is advanced.
 
-``FAMILIES`` maps a module name under ``mlx_lm.models`` to a config that its
-``ModelArgs.from_dict`` accepts, in every mlx-lm version that has the module
-(0.31.3 and 0.32.2 were tried). Each config has at least three layers backed by
-an ``ArraysCache`` and, where the family has attention, at least one attention
-layer. ``build`` returns the model; call it again for a fresh, equal one. The
-weights are the same in both of those versions, the outputs need not be.
+`FAMILIES` maps a module name under `mlx_lm.models` to a config that its `ModelArgs.from_dict`
+accepts, in every mlx-lm version that has the module (0.31.3 and 0.32.2 were tried). Each config has
+at least three layers backed by an `ArraysCache` and, where the family has attention, at least one
+attention layer. `build` returns the model; a second call returns a fresh, equal one. The weights
+are the same in both of those versions, the outputs need not be.
 
-Modules come and go between versions: ``build`` raises ``ModuleNotFoundError``
-for one that the installed mlx-lm does not have.
+Modules come and go between versions: `build` raises ModuleNotFoundError for one that the installed
+mlx-lm does not have.
 """
 
 import copy
@@ -18,9 +17,8 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-# Every family starts from these: ``from_dict`` drops the keys that its ModelArgs
-# does not have. State and head sizes of the recurrent layers are 32, the least
-# that the Metal kernels of mlx-lm take.
+# Every family starts from these: `from_dict` drops the keys that its ModelArgs does not have. State
+# and head sizes of the recurrent layers are 32, the least that the Metal kernels of mlx-lm take.
 _BASE = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -87,7 +85,8 @@ _KIMI = {
     **_BASE,
     "num_key_value_heads": 2,
     "linear_attn_config": {
-        "kda_layers": [1, 2, 4],  # counted from 1; the 3rd layer is attention
+        # Counted from 1. The 3rd layer is attention.
+        "kda_layers": [1, 2, 4],
         "num_heads": 2,
         "head_dim": 32,
         "short_conv_kernel_size": 4,
@@ -107,7 +106,8 @@ _LFM2 = {
 
 _QWEN3_5_MOE = {
     **_BASE,
-    "full_attention_interval": 4,  # the 4th layer is attention
+    # The 4th layer is attention.
+    "full_attention_interval": 4,
     "rope_parameters": {
         "type": "default",
         "mrope_section": [1, 1, 0],
@@ -121,11 +121,13 @@ _QWEN3_5 = {**_QWEN3_5_MOE, "num_experts": 0}
 FAMILIES: dict[str, dict] = {
     "bailing_hybrid": {
         **_BASE,
-        "layer_group_size": 4,  # the 4th layer is attention
+        # The 4th layer is attention.
+        "layer_group_size": 4,
         "group_norm_size": 2,
     },
     "bailing_moe_v3": {**_BASE, "layer_group_size": 4, "head_dim": 32},
-    "falcon_h1": {  # each layer has both an SSM and an attention
+    # Each layer has both an SSM and an attention.
+    "falcon_h1": {
         **_BASE,
         "mamba_d_ssm": 64,
     },
@@ -156,7 +158,8 @@ FAMILIES: dict[str, dict] = {
     "lfm2": _LFM2,
     "lfm2-vl": {"text_config": {**_LFM2, "model_type": "lfm2"}},
     "lfm2_moe": {**_LFM2, "use_expert_bias": True, "num_dense_layers": 1},
-    "mamba2": {  # has no attention
+    # It has no attention.
+    "mamba2": {
         **_BASE,
         "num_heads": 2,
         "head_dim": 32,
@@ -164,7 +167,8 @@ FAMILIES: dict[str, dict] = {
         "time_step_limit": [0.001, 100.0],
         "time_step_rank": "auto",
     },
-    "nemotron_h": {  # the "-" (MLP) and "E" (MoE) blocks have no cache
+    # The "-" (MLP) and "E" (MoE) blocks have no cache.
+    "nemotron_h": {
         **_BASE,
         "num_hidden_layers": 6,
         "hybrid_override_pattern": ["M", "-", "M", "*", "E", "M"],
@@ -174,10 +178,12 @@ FAMILIES: dict[str, dict] = {
     "olmo_hybrid": {**_BASE, "linear_allow_neg_eigval": True},
     "plamo2": {
         **_BASE,
-        "mamba_step": 4,  # the 3rd layer is attention
+        # The 3rd layer is attention.
+        "mamba_step": 4,
         "hidden_size_per_head": 32,
     },
-    "prism_hadamard_qwen35": {  # one packed layer, 128 wide as the packs demand
+    # One packed layer, 128 wide because the packs need that.
+    "prism_hadamard_qwen35": {
         "text_config": {**_QWEN3_5, "intermediate_size": 128},
         "schema_version": 2,
         "tensor_namespace": "mlx-vlm-qwen3_5",
@@ -195,7 +201,8 @@ FAMILIES: dict[str, dict] = {
     "qwen3_5_moe": {"text_config": _QWEN3_5_MOE},
     "qwen3_next": {
         **_BASE,
-        "full_attention_interval": 4,  # the 4th layer is attention
+        # The 4th layer is attention.
+        "full_attention_interval": 4,
         "mlp_only_layers": [0],
     },
 }
@@ -208,23 +215,23 @@ IMPOSSIBLE: dict[str, str] = {}
 
 
 def build(name: str) -> nn.Module:
-    """The tiny model of one family, its weights the same at every call."""
+    """The tiny model of one family, with the same weights at every call."""
     module = importlib.import_module(f"mlx_lm.models.{name}")
     # A copy, because some ModelArgs edit the config they are given.
     config = copy.deepcopy(FAMILIES[name])
     mx.random.seed(0)
     model = module.Model(module.ModelArgs.from_dict(config))
-    # Two changes, so that logits vary with the input. Matrices that start as zeros
-    # (MoE gates, packed weights) get small random values. Depthwise convolutions
-    # get values near 1: some mlx versions make them so small that the recurrent
-    # layers add next to nothing.
+    # Two changes, so that logits vary with the input. Matrices that start as zeros (MoE gates,
+    # packed weights) get small random values. Depthwise convolutions get values near 1: some mlx
+    # versions make them so small that the recurrent layers add next to nothing.
     changed = []
     for path, value in tree_flatten(model.parameters()):
         if value.ndim == 3 and value.shape[-1] == 1:
             noise = mx.random.normal(value.shape)
         elif value.ndim < 2 or mx.any(value != 0).item():
             continue
-        elif value.dtype == mx.uint32:  # packed 2-bit codes
+        # Packed 2-bit codes.
+        elif value.dtype == mx.uint32:
             noise = mx.random.randint(0, 2**31 - 1, value.shape)
         else:
             noise = 0.1 * mx.random.normal(value.shape)

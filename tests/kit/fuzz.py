@@ -1,4 +1,4 @@
-"""Random requests for both fuzzers, and the oracle: what a server may do with them, whatever they are."""
+"""Random requests for both fuzzers, and the oracle: what a server may do with any of them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ if TYPE_CHECKING:
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
 
-# Of each kind the good, the bad and the absurd. Good sampling values are few: each new one is compiled, for a second.
+# Good, bad and absurd values of each kind. Good sampling values are few: MLX compiles each new one,
+# which takes a second.
 huge = st.sampled_from([2**31, 2**53, 2**63, 2**64, 2**80, 10**80, -(2**63), -(10**80)])
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 300), huge, st.floats(allow_nan=True, allow_infinity=True),
-    st.text(max_size=8), st.sampled_from(["", "0", "-1", "1.5", "NaN", "\ud800", "\x00", "a" * 5000]),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    huge,
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.text(max_size=8),
+    st.sampled_from(["", "0", "-1", "1.5", "NaN", "\ud800", "\x00", "a" * 5000]),
+)
 anything = st.recursive(
     scalars,
     lambda inner: st.one_of(
@@ -67,7 +73,7 @@ messages = st.fixed_dictionaries(
 
 
 def field(*good: Any) -> st.SearchStrategy[Any]:
-    """Three times in four what is good, else anything."""
+    """A good value three times in four, else anything."""
     return st.one_of(*[st.sampled_from(good)] * 3, anything)
 
 
@@ -105,7 +111,7 @@ _fields: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def bodies(draw: Any) -> tuple[str, bytes]:
-    """A path and a body: any schema, each field good or not, and now and then one of the known bad ones."""
+    """A path and a body: each field good or not, and sometimes one of the known bad requests."""
     if draw(st.integers(0, 9)) == 0:
         case = draw(st.sampled_from(CASES))
         return case.path, case.raw
@@ -127,12 +133,12 @@ _names = st.lists(st.sampled_from(sorted(_fields)), max_size=6, unique=True)
 
 
 def _small(value: Any) -> bool:
-    """Not a huge budget of tokens: it is valid, and takes its time."""
+    """Whether it is not a huge number of tokens, which is valid and takes long."""
     return not isinstance(value, int) or value < 100
 
 
 def judge(server: Server, path: str, raw: bytes) -> int:
-    """Send it; AssertionError unless the answer is one that a client can work with. Returns the status."""
+    """Send it, check that a client can work with the answer, and return the status."""
     shown = f"{path} {raw[:1500]!r}"
     try:
         status, answer = server.post(raw, path, timeout=60)
@@ -160,7 +166,7 @@ def normal_texts(server: Server) -> list[str]:
 
 
 def _in_the_end(server: Server, stream: Stream) -> Stream:
-    """Asked again, a few times, where a busy machine was too slow to send it within a short MLX_SHIM_READ_TIMEOUT."""
+    """Ask again after a 408: a busy machine may be too slow for a short MLX_SHIM_READ_TIMEOUT."""
     for _ in range(5):
         if stream.status == 408:
             stream = Stream(server, stream.body).join()
@@ -168,7 +174,10 @@ def _in_the_end(server: Server, stream: Stream) -> Stream:
 
 
 class Beside:
-    """Four normal streams, again and again in the background; each must have the tokens of the stock server."""
+    """Four normal streams, again and again in the background.
+
+    Each must have the tokens of the stock server.
+    """
 
     def __init__(self, server: Server, wanted: list[str]) -> None:
         self.rounds = 0
@@ -183,7 +192,8 @@ class Beside:
             self.rounds += 1
             if got != self._wanted:
                 self._wrong.append(got)
-            self._over.wait(0.3)  # most of the machine is for the fuzzer
+            # Leaves most of the machine to the fuzzer.
+            self._over.wait(0.3)
 
     def __enter__(self) -> Beside:
         self._thread.start()
@@ -218,16 +228,29 @@ versions = st.sampled_from(
 )
 lines = st.sampled_from(
     [
-        b"Host: x", b"Connection: keep-alive", b"Connection: close", b"Transfer-Encoding: chunked", b"Content-Length: 3",
-        b"Transfer-Encoding: identity", b"Expect: 100-continue", b"Content-Length: -1", b"Content-Length: 99999999999999",
-        b"X: " + b"a" * 70_000, b"no colon", b": empty", b" folded", b"X:\x00\xff\xfe", b"Origin: http://evil\r", b"X: y\nZ: z",
+        b"Host: x",
+        b"Connection: keep-alive",
+        b"Connection: close",
+        b"Transfer-Encoding: chunked",
+        b"Content-Length: 3",
+        b"Transfer-Encoding: identity",
+        b"Expect: 100-continue",
+        b"Content-Length: -1",
+        b"Content-Length: 99999999999999",
+        b"X: " + b"a" * 70_000,
+        b"no colon",
+        b": empty",
+        b" folded",
+        b"X:\x00\xff\xfe",
+        b"Origin: http://evil\r",
+        b"X: y\nZ: z",
     ]
-)  # fmt: skip
+)
 
 
 @st.composite
 def wires(draw: Any) -> tuple[list[bytes], bool]:
-    """Pieces to send one after the other, and whether the sending half is then closed."""
+    """Pieces to send one after another, and whether to close the sending half after them."""
     body = draw(st.one_of(bodies().map(lambda item: item[1]), st.binary(max_size=200)))
     claimed = len(body) + draw(st.sampled_from([0, 0, 0, 0, 1, -1, 100, -len(body)]))
     length = draw(
@@ -239,7 +262,8 @@ def wires(draw: Any) -> tuple[list[bytes], bool]:
     if draw(st.integers(0, 4)) == 0:
         at = draw(st.integers(0, len(head) - 1))
         head = head[:at] + bytes([draw(st.integers(0, 255))]) + head[at + 1 :]
-    whole = (head + body) * draw(st.sampled_from([1, 1, 1, 2]))  # pipelined
+    # Two requests are pipelined.
+    whole = (head + body) * draw(st.sampled_from([1, 1, 1, 2]))
     whole = whole[
         : draw(st.sampled_from([len(whole)] * 3 + [len(whole) // 2, len(head) - 2, len(head)]))
     ]
@@ -250,7 +274,7 @@ def wires(draw: Any) -> tuple[list[bytes], bool]:
 
 
 def judge_wire(server: Server, pieces: list[bytes], half_close: bool, patience: float) -> bytes:
-    """Send them; AssertionError unless the server hangs up in time, after an answer to the client or none at all."""
+    """Send them. The server must hang up in time, with a proper answer or with none."""
     answer = b""
     shown = [piece[:300] for piece in pieces]
     with socket.create_connection(("127.0.0.1", server.port), timeout=patience) as s:
@@ -266,21 +290,11 @@ def judge_wire(server: Server, pieces: list[bytes], half_close: bool, patience: 
                 f"{shown}: still open after {patience} s, answered {answer[:300]!r}"
             ) from None
         except OSError:
-            pass  # it has hung up on what we still send
+            # The server has hung up while the fuzzer still sends.
+            pass
     if answer.startswith(b"HTTP/"):
         status = int(answer.split(None, 2)[1])
-        allowed = status in {
-            200,
-            204,
-            400,
-            404,
-            408,
-            411,
-            413,
-            414,
-            431,
-            501,
-            505,
-        }  # 501, 505: http.server's own
+        # 501 and 505 come from http.server itself.
+        allowed = status in {200, 204, 400, 404, 408, 411, 413, 414, 431, 501, 505}
         assert allowed, f"{shown}: {answer[:600]!r}\n{server.text()[-2000:]}"
     return answer

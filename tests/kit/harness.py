@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from kit.fork_server import Child, ForkServer
+
 REPO = Path(__file__).resolve().parents[2]
 VENVS = Path(os.environ.get("MLX_LM_SHIM_TEST_VENVS", REPO / ".venvs"))
 LINES = (
@@ -76,6 +78,20 @@ def need(program: str) -> str:
     return path
 
 
+def run_program(
+    line: str, file: Path, *args: str, environ: dict[str, str], timeout: float = START
+) -> tuple[int, str]:
+    """The exit status of `python FILE ARGS` and what it wrote; its folder is the current one."""
+    log = file.with_suffix(".log")
+    log.touch()
+    child = fork_server(line).fork(args, file=str(file), environ=environ, cwd=file.parent, log=log)
+    try:
+        return child.wait(timeout), log.read_text(errors="replace")
+    finally:
+        if child.poll() is None:
+            child.kill_group()
+
+
 def free_port() -> int:
     """One that stays free until the server binds it: no other worker is given it, nor has a client's connection it."""
     for port in _PORTS:
@@ -113,37 +129,97 @@ def wait_until(true: Any, timeout: float, step: float = 0.05) -> bool:
     return bool(true())
 
 
+# Whether a server that asks for nothing special is the child of a fork server: tests/conftest.py says so.
+forking = False
+_fork_servers: dict[str, ForkServer] = {}
+_MODULE = ("-m", "mlx_lm", "server")
+
+
+def fork_server(line: str) -> ForkServer:
+    """The fork server of a line, started when it is first asked for."""
+    if line not in _fork_servers:
+        _fork_servers[line] = ForkServer(python_of(line), clean_environ())
+    return _fork_servers[line]
+
+
+def close_fork_servers() -> None:
+    while _fork_servers:
+        _fork_servers.popitem()[1].close()
+
+
 class Server:
     """The stock server in a child process, under the shim unless `environ` says MLX_SHIM="0".
 
-    `entry` is what follows the line's interpreter, or a command of its own; the server's arguments are appended.
+    `entry` is what follows the line's interpreter, or a command of its own; the server's arguments are appended. A
+    server started as `-m mlx_lm server`, or by a file, is the child of a fork server where nothing that it is given needs
+    an interpreter of its own; `fresh=True` asks for one, for tests of how a start goes or what a process takes.
     """
 
     headers: Mapping[str, str] = MappingProxyType({})  # sent with every request
 
     def __init__(
-        self, line: str, model: Path | str | None, log: Path, *, entry: tuple[str, ...] = ("-m", "mlx_lm", "server"),
-        args: tuple[str, ...] = (), environ: dict[str, str | None] | None = None, port: int | None = None,
-        prefix: tuple[str, ...] = (), stderr: Any = None, cwd: Path | None = None, pass_fds: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        line: str,
+        model: Path | str | None,
+        log: Path,
+        *,
+        entry: tuple[str, ...] = _MODULE,
+        args: tuple[str, ...] = (),
+        environ: dict[str, str | None] | None = None,
+        port: int | None = None,
+        prefix: tuple[str, ...] = (),
+        stderr: Any = None,
+        cwd: Path | None = None,
+        pass_fds: tuple[int, ...] = (),
+        fresh: bool = False,
+        bytecode: bool = True,
+    ) -> None:
         self.port = port or free_port()
         self.log = log
         self.line = line
         self.sockets: list[socket.socket] = []
-        program = (
-            (python_of(line), *entry)
-            if entry[0].startswith("-") or entry[0].endswith(".py")
-            else entry
-        )
-        command = [*prefix, *program, "--port", str(self.port), *args]
+        self.process: Any
+        args = ("--port", str(self.port), *args)
         if model is not None:
-            command += ["--model", str(model)]
+            args += ("--model", str(model))
+        given = {"PYTHONPATH": str(REPO)} | (environ or {})
+        variables = clean_environ(**given)
+        # What an interpreter, or a module that the fork server has imported, reads as it starts.
+        early = {
+            name
+            for name in given
+            if name != "PYTHONPATH" and not name.startswith(("MLX_SHIM", "MLX_LM_"))
+        }
+        file = entry[0] if entry[0].endswith(".py") else None
+        usual = entry == _MODULE or file
+        special = prefix or stderr is not None or pass_fds or not usual or early
+        if forking and not (fresh or special or Path(line).is_absolute()):
+            log.touch()
+            self.process = fork_server(line).fork(
+                (*entry[1 if file else 2 :], *args),
+                file=file,
+                environ=variables,
+                cwd=cwd or log.parent,
+                log=log,
+                bytecode=bytecode,
+            )
+            return
+        program: tuple[str, ...] = entry
+        if entry[0].startswith("-") or entry[0].endswith(".py"):
+            program = (python_of(line), *entry)
+        if not bytecode:
+            variables["PYTHONDONTWRITEBYTECODE"] = "1"
         with log.open("ab") as out:
             self.process = subprocess.Popen(
-                command, env=clean_environ(**({"PYTHONPATH": str(REPO)} | (environ or {}))), stdin=subprocess.DEVNULL,
-                stdout=out, stderr=out if stderr is None else stderr, cwd=cwd or log.parent, start_new_session=True,
+                [*prefix, *program, *args],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out if stderr is None else stderr,
+                cwd=cwd or log.parent,
+                start_new_session=True,
                 pass_fds=pass_fds,
-            )  # fmt: skip
+            )
 
     def __enter__(self) -> Server:
         return self
@@ -152,7 +228,10 @@ class Server:
         for s in self.sockets:
             s.close()
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            if isinstance(self.process, Child):
+                self.process.kill_group()
+            else:
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     @property

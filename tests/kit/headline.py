@@ -1,4 +1,7 @@
-"""Deaths in a row under supervisord while openai clients ask all the time: what they get, and how soon after a death."""
+"""Deaths in a row under supervisord while openai clients ask all the time.
+
+It measures what the clients get, and how soon after a death.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,13 @@ from kit.harness import (
     wait_until,
 )
 
-RAISES, STALLS, KILLS = "RuntimeError", "sleep", "request"  # how a server is brought to die
+# The ways in which a server is made to die.
+RAISES, STALLS, KILLS = "RuntimeError", "sleep", "request"
 CLIENTS = 8
-PROBE = 0.02  # seconds between two attempts to connect
-PATIENCE = 120.0  # seconds for what takes some ten
+# Seconds between two attempts to connect.
+PROBE = 0.02
+# Seconds, as a bound. About ten are usual.
+PATIENCE = 120.0
 
 SUPERVISORD = """
     [supervisord]
@@ -39,12 +45,15 @@ SUPERVISORD = """
     pidfile={folder}/supervisord.pid
 """
 ENVIRON = {
-    "MLX_SHIM_BAD_REQUEST": "0", "MLX_SHIM_KILLER_REQUEST": "0", "MLX_SHIM_DECODE_STALL": "1s",
-    "MLX_SHIM_PREFILL_STALL": "3s", "MLX_SHIM_SELF_CHECK": "1",
-}  # fmt: skip
+    "MLX_SHIM_BAD_REQUEST": "0",
+    "MLX_SHIM_KILLER_REQUEST": "0",
+    "MLX_SHIM_DECODE_STALL": "1s",
+    "MLX_SHIM_PREFILL_STALL": "3s",
+    "MLX_SHIM_SELF_CHECK": "1",
+}
 
 
-def recipe(marker: str, page: str = "supervision.md") -> str:
+def recipe(marker: str, page: str) -> str:
     """The block of the documentation that holds `marker`."""
     blocks = re.findall(
         r"^```\w*\n(.*?)^```$", (REPO / "docs" / page).read_text(), re.DOTALL | re.MULTILINE
@@ -63,7 +72,7 @@ def configuration(
     hand_over: bool,
     environ: dict[str, str],
 ) -> str:
-    """What supervisord reads: a unit as `python -m shim supervisord` prints it, `environ` in it."""
+    """The file for supervisord: a unit from `python -m shim supervisord`, with `environ` in it."""
     command = [
         python_of(line),
         "-m",
@@ -77,14 +86,18 @@ def configuration(
     ]
     options = ["--log", str(log), *(["--socket"] if hand_over else [])]
     unit = subprocess.run(
-        [python_of(NEWEST), "-m", "shim", "supervisord", *options, "--", *command], cwd=REPO, env=clean_environ(**environ),
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        [python_of(NEWEST), "-m", "shim", "supervisord", *options, "--", *command],
+        cwd=REPO,
+        env=clean_environ(**environ),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return textwrap.dedent(SUPERVISORD).format(folder=folder) + unit.stdout
 
 
 class Supervised(Kept):
-    """The server as supervisord's child, with the socket handed over or without."""
+    """The server as a child of supervisord, with or without the socket handed over."""
 
     def __init__(
         self,
@@ -108,13 +121,17 @@ class Supervised(Kept):
         command = [str(VENVS / NEWEST / "bin" / "supervisord"), "-c", str(config)]
         with (folder / "out").open("ab") as out:
             self.process = subprocess.Popen(
-                command, env=clean_environ(**ENVIRON), stdin=subprocess.DEVNULL, stdout=out,
-                stderr=out, start_new_session=True,
-            )  # fmt: skip
+                command,
+                env=clean_environ(**ENVIRON),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
         assert wait_until(self.log.exists, 30), (folder / "out").read_text()
 
     def configure(self, text: str) -> str:
-        """For what a test wants supervisord to read besides."""
+        """A test may override this to add to what supervisord reads."""
         return text
 
     @property
@@ -122,7 +139,10 @@ class Supervised(Kept):
         return self.text().count("mlx-lm-shim: fatal: ")
 
     def die(self, kind: str) -> None:
-        """Bring it to die; a stall takes a while. The killer is sent once, by a client that does not try again."""
+        """Make it die. A stall takes a while.
+
+        The killer request is sent once, by a client that does not try again.
+        """
         if kind == KILLS:
             self.send_and_leave(KILLER)
         else:
@@ -135,8 +155,10 @@ class Client:
     """The real openai client, one request after another."""
 
     def __init__(self, port: int, number: int, stop: threading.Event, retries: int) -> None:
-        self.answers: list[float] = []  # when
-        self.longest = 0.0  # seconds a request took, its retries included
+        # The time of each answer.
+        self.answers: list[float] = []
+        # Seconds of the longest request, its retries included.
+        self.longest = 0.0
         self.errors: list[Exception] = []
         self._client = openai.OpenAI(
             base_url=f"http://127.0.0.1:{port}/v1",
@@ -184,24 +206,27 @@ class Crowd:
                 self.refused += 1
 
     def answered_since(self, when: float) -> float | None:
-        """When the first answer after that came."""
+        """The time of the first answer after `when`."""
         return min(
             (at for client in self.clients for at in list(client.answers)[-50:] if at > when),
             default=None,
         )
 
     def settle(self) -> None:
-        """Wait until each has had an answer from the server that lives now."""
+        """Wait until each client has had an answer from the server that lives now."""
         now = time.monotonic()
-        served = lambda: all(client.answers and client.answers[-1] > now for client in self.clients)  # noqa: E731
+
+        def served() -> bool:
+            return all(client.answers and client.answers[-1] > now for client in self.clients)
+
         assert wait_until(served, PATIENCE), [client.errors for client in self.clients]
 
     def stop(self) -> None:
-        """Have them ask no more, without waiting for what they have asked."""
+        """Stop the clients, without waiting for their last requests."""
         self._stop.set()
 
     def leave(self) -> int:
-        """Have them ask no more; returns how many have not been answered and still wait."""
+        """Stop the clients, and return how many still wait for an answer."""
         self.stop()
         for client in self.clients:
             client.thread.join(PATIENCE)
@@ -218,7 +243,10 @@ class Crowd:
 
 
 def endure(server: Supervised, crowd: Crowd, kinds: list[str]) -> dict[str, list[float]]:
-    """Have it die in these ways, one after another: seconds from each death to the next answer, by kind."""
+    """Make it die in these ways, one after another.
+
+    Returns the seconds from each death to the next answer, by kind.
+    """
     times: dict[str, list[float]] = {}
     for kind in kinds:
         crowd.settle()
@@ -227,7 +255,8 @@ def endure(server: Supervised, crowd: Crowd, kinds: list[str]) -> dict[str, list
         if not wait_until(lambda before=before: server.deaths > before, 60, 0.01):
             raise Inconclusive(f"no death by {kind}: {server.text()[-3000:]}")
         died = time.monotonic()
-        last_words = died + 0.2  # what it had answered before may just have arrived
+        # Answers from before the death may still arrive.
+        last_words = died + 0.2
         assert wait_until(lambda since=last_words: crowd.answered_since(since), PATIENCE, 0.01), (
             crowd.errors
         )
@@ -237,7 +266,7 @@ def endure(server: Supervised, crowd: Crowd, kinds: list[str]) -> dict[str, list
 
 
 def table(times: dict[str, list[float]]) -> str:
-    """Deaths and seconds to the next answer, as the documentation has it."""
+    """The table of the documentation: deaths, and seconds to the next answer."""
     rows = ["| death by | deaths | median | max |", "|---|---|---|---|"]
     every = [seconds for column in times.values() for seconds in column]
     for kind, column in {**times, "all": every}.items():

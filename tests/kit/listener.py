@@ -1,4 +1,4 @@
-"""Something that listens on loopback, counts who comes, and answers what a test wants: also what no HTTP server would."""
+"""Listens on loopback, counts connections, and answers what a test wants, even invalid HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 
 def whole(body: bytes, *more: str, status: str = "200 OK", kind: str = "image/png") -> bytes:
-    """An answer as it should be."""
+    """A correct answer."""
     lines = (
         f"HTTP/1.1 {status}",
         f"Content-Type: {kind}",
@@ -25,7 +25,10 @@ def redirect(to: str, status: str = "302 Found") -> bytes:
 
 
 class Listener:
-    """Answers each connection with what `reply(path)` gives: bytes, or an iterable of them, sent until nobody listens."""
+    """Answers each connection with what `reply(path)` returns.
+
+    That is bytes, or an iterable of bytes, sent until the client or the test closes.
+    """
 
     def __init__(self, reply=lambda path: whole(b"a picture"), host="127.0.0.1", context=None):
         self.reply, self.context = reply, context
@@ -49,7 +52,8 @@ class Listener:
         return f"http://{host}:{self.port}{path}"
 
     def _accept(self):
-        with contextlib.suppress(OSError):  # closed
+        # OSError: the test has closed the socket.
+        with contextlib.suppress(OSError):
             while True:
                 connection, _ = self.socket.accept()
                 self.connections += 1

@@ -1,4 +1,4 @@
-"""Model folders for tests of what a request may name: one that is served, and many that cannot be loaded."""
+"""Model folders that a request may name: one that is served, and many that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ HUB_NAME = "test/tiny"
 
 
 def weightless(folder, size, dtype="BF16", **config):
-    """A model whose weights have `size` bytes and are one hole in a file: to be weighed, not to be loaded."""
+    """A model whose weights have `size` bytes, all of them a hole in a file.
+
+    A test can look at its size, but not load it.
+    """
     folder.mkdir(parents=True)
     header = {"weight": {"dtype": dtype, "shape": [1], "data_offsets": [0, size - 4096]}}
     encoded = json.dumps(header).encode().ljust(4096 - 8)
@@ -26,7 +29,7 @@ def weightless(folder, size, dtype="BF16", **config):
 
 
 class Folders:
-    """The model served, in a hub's cache as the hub lays it out, and others that cannot be loaded."""
+    """The served model, in the cache of a hub, and others that cannot be loaded."""
 
     def __init__(self, root, faulty):
         self.root = root
@@ -45,7 +48,7 @@ class Folders:
         return tiny_model.make(self.root / name, **config)
 
     def lacks_a_tensor(self, name):
-        """Passes every look at its files, and fails when it is loaded."""
+        """A model whose files look right, and which fails when it is loaded."""
         folder = self.like(name)
         raw = (folder / "model.safetensors").read_bytes()
         length = int.from_bytes(raw[:8], "little")
@@ -58,7 +61,7 @@ class Folders:
         return folder
 
     def adapter(self, name):
-        """One that changes what the model says."""
+        """An adapter that changes what the model says."""
         folder = self.root / name
         folder.mkdir()
         lora = {"rank": 2, "scale": 20.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
@@ -74,12 +77,21 @@ class Folders:
         return folder
 
     def broken(self):
-        """(what a request names, the status, the code, what the message says) for everything that can be told at once."""
+        """Yields every bad name that can be refused at once.
+
+        Each as (fields of the request, status, code, a part of the message).
+        """
         missing = {
-            "": "no config.json", "~": "does not exist", "no/such": "does not exist", "/no/such/model": "does not exist",
-            "../nothing": "does not exist", "a\0b": "does not exist", "x" * 100_000: "cannot be looked up",
-            "https://example.org/a/b": "does not exist", "file:///etc": "does not exist",
-        }  # fmt: skip
+            "": "no config.json",
+            "~": "does not exist",
+            "no/such": "does not exist",
+            "/no/such/model": "does not exist",
+            "../nothing": "does not exist",
+            "a\0b": "does not exist",
+            "x" * 100_000: "cannot be looked up",
+            "https://example.org/a/b": "does not exist",
+            "file:///etc": "does not exist",
+        }
         for name, says in missing.items():
             status, code = (404, "model_not_found") if name else (400, "invalid_value")
             yield {"model": name}, status, code, says
@@ -89,7 +101,7 @@ class Folders:
         for value in (5, ["x"], {"a": "b"}, True):
             yield {"draft_model": value}, 400, "invalid_value", "a string or null"
         yield {"draft_model": "no/such"}, 404, "model_not_found", "does not exist"
-        # Beside the name default_model, 0.32 passes over the adapters of a request.
+        # Together with the name default_model, 0.32 ignores the adapters of a request.
         yield (
             {"model": str(self.snapshot), "adapters": "/no/such"},
             404,
@@ -159,7 +171,8 @@ class Folders:
             os.mkfifo(pipe / name)
             yield pipe, "not a regular file"
         closed = self.like("closed")
-        closed.chmod(0)  # nothing to root, who then finds nothing to read
+        # That does not stop root, who gets an empty folder instead.
+        closed.chmod(0)
         if os.geteuid() == 0:
             shutil.rmtree(closed)
             closed.mkdir()

@@ -1,4 +1,4 @@
-"""What a test of the memory guard has in use: requests of a size, and a prompt cache of so many bytes."""
+"""Memory in use, for tests of the memory guard: requests of a size, and a prompt cache."""
 
 from __future__ import annotations
 

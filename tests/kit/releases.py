@@ -1,7 +1,8 @@
-"""The releases of mlx-lm in use, each with the mlx that goes with it, and an environment for each of them.
+"""The releases of mlx-lm in use, each with its mlx, and an environment for each of them.
 
-Nothing here needs more than Python 3.11 and a package index. MLX_LM_SHIM_TEST_RELEASES may name folders (separated as
-those of PATH) with environments that exist, RELEASE-PYTHON each: such a one is taken where it holds just what is wanted.
+This needs only Python 3.11 and a package index. MLX_LM_SHIM_TEST_RELEASES may name folders,
+separated like those of PATH, with environments called RELEASE-PYTHON. An environment that holds
+exactly what is wanted is used.
 """
 
 from __future__ import annotations
@@ -18,34 +19,37 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 VENVS = REPO / ".venvs"
-# Oldest first; shim/cli/releases.py tells users of the same ones. 0.31.0 was withdrawn from PyPI, which has it still.
+# Oldest first, the same as in shim/cli/releases.py. 0.31.0 was withdrawn from PyPI, which still has
+# it.
 RELEASES = {
     "0.30.7": "0.30.6",
     "0.31.0": "0.31.0",
     "0.31.1": "0.31.1",
     "0.31.2": "0.31.2",
     "0.31.3": "0.32.0",
-    "0.32.0": "0.32.2",  # the oldest that it takes
+    # The oldest mlx that it takes.
+    "0.32.0": "0.32.2",
     "0.32.1": "0.32.4",
     "0.32.2": "0.32.4",
 }
 NEWEST = "0.32.2"
 WRAPT = "wrapt>=1.16,!=2.2.0"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-USUAL = "3.11"  # every release is run on this one, or on the first that is found
-LAST_ON = {
-    "3.10": "0.31.3"
-}  # the others need a newer Python; where a Python is not named, its release is the newest
+# Every release runs on this Python, or on the first that is found.
+USUAL = "3.11"
+# The last release for a Python. Without an entry it is the newest.
+LAST_ON = {"3.10": "0.31.3"}
 
 _ASK = """\
 import importlib.metadata as m, json, sys
-print(json.dumps([m.version("mlx-lm"), m.version("mlx"), "%d.%d" % sys.version_info[:2], m.version("wrapt")]))
+mlx_lm, mlx, wrapt = (m.version(name) for name in ("mlx-lm", "mlx", "wrapt"))
+print(json.dumps([mlx_lm, mlx, "%d.%d" % sys.version_info[:2], wrapt]))
 """
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A release and the minor version of the Python it is to be run on."""
+    """A release and the minor version of the Python to run it on."""
 
     release: str
     python: str
@@ -55,7 +59,7 @@ class Pair:
 
 
 class NotHere(Exception):
-    """An environment that cannot be had on this machine, and why."""
+    """An environment cannot be made on this machine. The message says why."""
 
 
 def requirements(release: str) -> list[str]:
@@ -66,7 +70,10 @@ def requirements(release: str) -> list[str]:
 def make(
     folder: Path, wanted: list[str], build: list[list[str]], version: str = sys.version
 ) -> None:
-    """Run `build` unless it has been run for just this, by the Python of that `version`. A failure leaves nothing half made."""
+    """Run `build`, unless it has been run for exactly this, by the Python of that `version`.
+
+    After a failure, the next call starts over.
+    """
     stamp = hashlib.sha256(repr((version, wanted)).encode()).hexdigest()
     if (folder / "stamp").is_file() and (folder / "stamp").read_text() == stamp:
         return
@@ -78,7 +85,7 @@ def make(
 
 
 def make_environment(folder: Path, wanted: list[str], interpreter: str = sys.executable) -> str:
-    """A virtual environment of `interpreter` with what is wanted; returns its Python."""
+    """Make a virtual environment of `interpreter` with these packages. Returns its Python."""
     python = str(folder / "bin" / "python")
     build = [
         [interpreter, "-m", "venv", str(folder)],
@@ -94,9 +101,8 @@ def interpreters() -> dict[str, str]:
     for version in PYTHONS:
         named = shutil.which(f"python{version}")
         candidates = ([named] if named else []) + sorted(_pyenv(version), reverse=True)
-        for (
-            path
-        ) in candidates:  # what pyenv puts on PATH fails where that version is not switched on
+        # The programs that pyenv puts on PATH fail where that version is not switched on.
+        for path in candidates:
             said = _say(path, "import sys; print('%d.%d' % sys.version_info[:2], sys.executable)")
             if said and said.split(" ", 1)[0] == version:
                 found[version] = said.split(" ", 1)[1]
@@ -105,7 +111,10 @@ def interpreters() -> dict[str, str]:
 
 
 def pairs(found: Iterable[str]) -> list[Pair]:
-    """What is to be run where these Pythons are found: each release once, and on each other Python the newest it takes."""
+    """The pairs to run with these Pythons.
+
+    Each release runs once, and each other Python runs the newest release that it takes.
+    """
     usual = USUAL if USUAL in found else next(iter(found))
     others = [version for version in found if version != usual]
     wanted = [Pair(release, usual) for release in RELEASES]
@@ -116,7 +125,7 @@ def pairs(found: Iterable[str]) -> list[Pair]:
 
 
 def python_of(pair: Pair, found: dict[str, str]) -> str:
-    """The Python of an environment for this pair, which is made where there is none. Raises NotHere."""
+    """The Python of an environment for this pair, made if there is none. Raises NotHere."""
     folders = [
         Path(f) for f in os.environ.get("MLX_LM_SHIM_TEST_RELEASES", "").split(os.pathsep) if f
     ]
@@ -138,7 +147,10 @@ def python_of(pair: Pair, found: dict[str, str]) -> str:
 
 
 def contents(python: str) -> list[str]:
-    """The versions of mlx-lm, mlx, Python and wrapt in an environment, as that says itself; nothing where it has not all."""
+    """Ask an environment for its versions of mlx-lm, mlx, Python and wrapt.
+
+    Returns an empty list where one is missing.
+    """
     said = _say(python, _ASK)
     return json.loads(said) if said else []
 

@@ -1,4 +1,4 @@
-"""What a server holds, counted from outside by psutil, and a client that comes back where memory is short."""
+"""Measures a server's memory from outside with psutil. Also a client that retries when refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIB = 2**20
 
 
 class Scales:
-    """The largest resident set of a process while it is looked at."""
+    """The largest resident set of a process while it is watched."""
 
     def __init__(self, server):
         self.process, self._stop = psutil.Process(server.pid), threading.Event()
@@ -44,7 +44,7 @@ def warm(server):
 
 
 def patient(server, body, path="/v1/completions"):
-    """Status and answer, for a client that is told to come back and does."""
+    """Status and answer for a client that tries again as long as memory is short."""
     for _ in range(20):
         status, answer = server.post(body, path)
         if status != 503:
@@ -55,5 +55,5 @@ def patient(server, body, path="/v1/completions"):
 
 
 def text_of(answer):
-    """What was said; all of an answer that is none."""
+    """The text of an answer; the whole answer where it is an error."""
     return answer[1]["choices"][0]["text"] if answer[0] == 200 else answer

@@ -1,7 +1,8 @@
-"""What users fear, played through once by a real server: a death, a stall, a drain and others, on any release of mlx-lm.
+"""Plays a death, a stall, a drain and other faults on a real server of any release of mlx-lm.
 
-Each scenario is set on a stage (an interpreter, a model, with or without the shim) and tells what it saw under the heading
-of a column. Played with stock too it is its own control: where stock shows no fault, the shim has proved nothing.
+Each scenario runs on a stage (an interpreter, a model, with or without the shim) and tells what it
+saw, by column. With stock it is its own control: where stock shows no fault, the shim proves
+nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from conftest import FaultyModel
 from kit.harness import KILLER, REPO, Server, clean_environ, free_port, wait_until
 from kit.streams import Stream
 
-PATIENCE = 6.0  # seconds that stock is given to do better than it does
-ENOUGH = 30.0  # seconds within which the shim has to have done it; a bound, not a measurement
+# Seconds to wait for stock, which usually never does it.
+PATIENCE = 6.0
+# Seconds within which the shim must do it. A bound, not a measurement.
+ENOUGH = 30.0
 SHORT = {
     "MLX_SHIM_DECODE_STALL": "3s",
     "MLX_SHIM_PREFILL_STALL": "4s",
@@ -34,7 +37,7 @@ LONG = {"prompt": "x", "max_tokens": 100_000}
 
 @dataclass(frozen=True)
 class Seen:
-    """Whether it went as it should, and what was seen, in words."""
+    """Whether it went well, and what was seen, in words."""
 
     good: bool
     what: str
@@ -45,7 +48,10 @@ _taking_a_port = threading.Lock()
 
 @dataclass(frozen=True)
 class Stage:
-    """Where a scenario is played. Made in the main thread: MLX, which makes the model, does not like to be left by others."""
+    """Where a scenario runs.
+
+    It is made in the main thread: MLX makes the model, and may fail when another thread ends.
+    """
 
     python: str
     folder: Path
@@ -66,15 +72,15 @@ class Stage:
     def patience(self) -> float:
         return ENOUGH if self.guarded else PATIENCE
 
-    def ended(self, server: Server) -> int | None:
-        """The status it ended with, or None where it lives on."""
+    def wait_end(self, server: Server) -> int | None:
+        """Wait, and return the exit status, or None where the server lives on."""
         wait_until(lambda: not server.alive, self.patience)
         return server.process.poll()
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """The columns it fills, how it is played, and what is to go wrong in the model."""
+    """The columns it fills, how it runs, and what goes wrong in the model."""
 
     columns: tuple[str, ...]
     see: Callable[[Stage], dict[str, Seen]]
@@ -85,7 +91,7 @@ class Scenario:
         return Stage(python, folder, FaultyModel(folder / "model", **self.fault), guarded)
 
     def play(self, stage: Stage) -> dict[str, Seen | str]:
-        """What was seen by column, or why nothing could be."""
+        """Run it. Returns what was seen by column, or why nothing could be."""
         try:
             return dict(self.see(stage))
         except Exception as error:
@@ -93,7 +99,7 @@ class Scenario:
 
 
 class Asked:
-    """A request that is waited for in a thread of its own: status 0 where there was no answer."""
+    """A request that waits in its own thread. Status 0: there was no answer."""
 
     def __init__(self, server: Server, body: dict[str, Any], timeout: float = ENOUGH) -> None:
         self.status, self.answer = 0, None
@@ -112,14 +118,14 @@ class Asked:
 
 
 def death(stage: Stage) -> dict[str, Seen]:
-    """The generation thread raises, with one stream under way and one request that waits its turn."""
+    """The generation thread raises, while one stream runs and one request waits its turn."""
     with stage.server() as server:
         stream = Stream(server.ready(), LONG, timeout=ENOUGH)
         assert stream.first.wait(ENOUGH)
         waiting = Asked(server, {"prompt": "y", "seed": 1, "max_tokens": 5})
         time.sleep(0.5)
         stage.model.fire()
-        status = stage.ended(server)
+        status = stage.wait_end(server)
         what = f"exit {status}"
         if status is None:
             what = "zombie" if server.is_zombie() else "lives and serves"
@@ -150,15 +156,15 @@ def stall(stage: Stage) -> dict[str, Seen]:
         stream = Stream(server.ready(), LONG, timeout=ENOUGH)
         assert stream.first.wait(ENOUGH)
         stage.model.fire()
-        status = stage.ended(server)
+        status = stage.wait_end(server)
         good = status == 70 if stage.guarded else status is not None
         return {"stall": Seen(good, "hangs" if status is None else f"exit {status}")}
 
 
 def health(stage: Stage) -> dict[str, Seen]:
-    """What /health says while the model loads, while nothing is generated and when the generation thread is dead.
+    """What /health says while the model loads, during a stall, and after a death.
 
-    Under the shim the process is kept from ending, so that it can be asked.
+    Under the shim the process is kept from ending, so that it can answer.
     """
     seen = {}
     kept = {"MLX_SHIM_ON_STALL": "dump", "MLX_SHIM_GENERATION_DEATH": "0"}
@@ -185,17 +191,20 @@ def health(stage: Stage) -> dict[str, Seen]:
         wait_until(lambda: _health(server) != "200", stage.patience)
         seen["health: dead"] = _truthful(stage, _health(server), "dead")
         if seen["health: dead"].what == "200" and not server.is_zombie():
-            raise AssertionError("the request that was to kill it did not")
+            raise AssertionError("the request that should kill it did not")
     return seen
 
 
 def _truthful(stage: Stage, told: str, word: str) -> Seen:
-    """Whatever is no 200 will do for stock. Where nobody listens, nothing is said that is not true."""
+    """Judge what /health told. For stock, anything but 200 is good.
+
+    A refused connection is good too: it says nothing wrong.
+    """
     return Seen(told in (f"503 {word}", "refused") if stage.guarded else told != "200", told)
 
 
 def _health(server: Server) -> str:
-    """The status, with the word the shim has for it."""
+    """The status, with the shim's word for it."""
     try:
         status, body = server.get("/health", timeout=5)
     except (OSError, http.client.HTTPException):
@@ -205,19 +214,19 @@ def _health(server: Server) -> str:
 
 
 def drain(stage: Stage) -> dict[str, Seen]:
-    """SIGTERM, with a stream under way that takes some seconds more."""
+    """SIGTERM, while a stream runs that takes some seconds more."""
     with stage.server() as server:
         stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 60}, timeout=ENOUGH)
         assert stream.first.wait(ENOUGH)
         server.process.send_signal(signal.SIGTERM)
-        status = stage.ended(server)
+        status = stage.wait_end(server)
         stream.thread.join(2)
         what = "stream finished" if stream.done else "stream cut off"
         return {"SIGTERM drains": Seen(status == 0 and stream.done, f"exit {status}, {what}")}
 
 
 def poison(body: dict[str, Any], column: str) -> Scenario:
-    """A request that stock dies of, beside a stream that has nothing to do with it."""
+    """A request that stock dies of, at the same time as a stream that is independent of it."""
 
     def see(stage: Stage) -> dict[str, Seen]:
         with stage.server() as server:
@@ -250,7 +259,7 @@ print((mx.get_active_memory() - before) / CALLS)
 
 
 def leak(stage: Stage) -> dict[str, Seen]:
-    """The cache of a layer of linear attention, moved on by twenty thousand tokens. Two of its fields are set."""
+    """The cache of a linear attention layer, advanced 20,000 times with two of its fields set."""
     environ = clean_environ(PYTHONPATH=str(REPO), **({} if stage.guarded else {"MLX_SHIM": "0"}))
     child = subprocess.run(
         [stage.python, "-c", _ADVANCES],
@@ -270,20 +279,23 @@ SCENARIOS = {
     "death": Scenario(("death", "clients told"), death, {"kind": "RuntimeError", "delay": 0.03}),
     "stall": Scenario(("stall",), stall, {"kind": "sleep", "delay": 0.02}),
     "health": Scenario(
-        ("health: loading", "health: stalled", "health: dead"), health,
+        ("health: loading", "health: stalled", "health: dead"),
+        health,
         {"kind": "sleep_while_triggered", "delay": 0.02, "load_delay": 10 * ENOUGH},
     ),
     "drain": Scenario(("SIGTERM drains",), drain, {"kind": "none", "delay": 0.05}),
     "leak": Scenario(("the leak",), leak, {"kind": "none"}),
     "empty prompt": poison({"prompt": ""}, "empty prompt"),
     "stop that is no word": poison(KILLER, "stop that is no word"),
-    "top_k out of range": poison({"prompt": "x", "top_k": 10**6, "temperature": 0.5}, "top_k out of range"),
-}  # fmt: skip
+    "top_k out of range": poison(
+        {"prompt": "x", "top_k": 10**6, "temperature": 0.5}, "top_k out of range"
+    ),
+}
 COLUMNS = tuple(column for scenario in SCENARIOS.values() for column in scenario.columns)
 
 
 def cell(stock: Seen | str | None, shim: Seen | str | None) -> str:
-    """`yes`, `NO`, `not affected` or `not tried (why)`: what the shim is worth there, by what stock does."""
+    """`yes`, `NO`, `not affected` or `not tried (why)`: the shim's result compared with stock's."""
     if not isinstance(stock, Seen):
         return f"not tried (with stock: {stock or 'not seen'})"
     if not isinstance(shim, Seen) or not shim.good:

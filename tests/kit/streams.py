@@ -1,4 +1,4 @@
-"""A streamed answer, read in a thread of its own, and the error that one ended with."""
+"""A streamed answer, read in its own thread, and the error that one ended with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kit.harness import ANSWER, Server
 
 
 class Stream:
-    """A streamed completion read in a thread of its own: its raw lines, and how it ended."""
+    """A streamed completion, read in its own thread: its raw lines, and how it ended."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Stream:
 
 
 def error_of(stream: Stream) -> Any:
-    """The error a stream ended with: as its status, or as its last event."""
+    """The error that a stream ended with, from its status or its last event."""
     if stream.status != 200:
         assert stream.headers["Content-Type"] == "application/json"
         return json.loads(stream.lines[-1])["error"]

@@ -1,4 +1,4 @@
-"""Requests as bytes on a socket, and all that comes back."""
+"""Sends requests as bytes on a socket, and reads all of the answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def raw(server, data, patience=30.0):
-    """All that the server answers to bytes, until it closes."""
+    """Send bytes, and return all that the server answers until it closes."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=patience) as s:
         s.sendall(data)
         return read_all(s)

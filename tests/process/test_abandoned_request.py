@@ -54,6 +54,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.guard("abandoned_request")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_client_that_leaves(line, slow, tmp_path, stage):
     args = (*slow.args, "--prefill-step-size", "8")
@@ -69,6 +70,7 @@ def test_a_client_that_leaves(line, slow, tmp_path, stage):
         assert "Traceback" not in server.text(), "a client that left is no error"
 
 
+@pytest.mark.guard("abandoned_request")
 def test_a_client_that_sent_more_than_its_request(line, slow, tmp_path):
     """The end of its connection stands behind those bytes."""
     with Server(line, slow.path, tmp_path / "log", args=slow.args) as server:
@@ -81,6 +83,7 @@ def test_a_client_that_sent_more_than_its_request(line, slow, tmp_path):
         assert wait_until(lambda: idle(slow), BOUND)
 
 
+@pytest.mark.control("abandoned_request")
 @pytest.mark.parametrize("stage", ["decode, not streamed", "prefill, alone"])
 def test_control_stock_computes_on(line, slow, tmp_path, stage):
     args = (*slow.args, "--prefill-step-size", "8")
@@ -92,6 +95,7 @@ def test_control_stock_computes_on(line, slow, tmp_path, stage):
                 raise Inconclusive("the generation ended by itself")
 
 
+@pytest.mark.guard("abandoned_request")
 @pytest.mark.parametrize("streamed", [False, True])
 def test_clients_that_leave_while_queued(line, slow, tmp_path, streamed):
     """Behind a request that is served alone; none of them is ever computed."""
@@ -114,6 +118,7 @@ def test_clients_that_leave_while_queued(line, slow, tmp_path, streamed):
         assert server.get("/health")[1]["counters"]["abandoned"] == 21
 
 
+@pytest.mark.guard("abandoned_request")
 def test_clients_that_leave_while_waiting_in_the_batch(line, slow, tmp_path):
     """With the batch full they wait inside BatchGenerator; they leave it without a prefill."""
     args = (*slow.args, "--decode-concurrency", "2", "--prompt-concurrency", "1")
@@ -132,6 +137,7 @@ def test_clients_that_leave_while_waiting_in_the_batch(line, slow, tmp_path):
         assert server.post({"prompt": "z", "max_tokens": 2})[0] == 200
 
 
+@pytest.mark.guard("abandoned_request")
 def test_two_hundred_clients_that_leave_at_random(line, slow, tmp_path):
     chance = random.Random(1)
     with Server(line, slow.path, tmp_path / "log", args=slow.args) as server:

@@ -60,6 +60,7 @@ def told(stream):
     ]["code"]
 
 
+@pytest.mark.guard("abrupt_stop")
 def test_those_in_flight_finish_and_newcomers_are_refused(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.03)
     with Server(line, model.path, tmp_path / "log", args=model.args) as server:
@@ -84,6 +85,7 @@ def test_those_in_flight_finish_and_newcomers_are_refused(line, faulty, tmp_path
         assert not any("fatal:" in x for x in server.shim_lines())
 
 
+@pytest.mark.control("abrupt_stop")
 def test_control_sigterm_cuts_every_stream(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.03)
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=OFF) as server:
@@ -95,6 +97,7 @@ def test_control_sigterm_cuts_every_stream(line, faulty, tmp_path):
             raise Inconclusive(f"stock ended with {status}, and {whole} streams were whole")
 
 
+@pytest.mark.guard("abrupt_stop")
 def test_a_drain_too_short_for_them(line, faulty, tmp_path):
     """Two in the batch, and one that waits to be served alone after them."""
     model = faulty(kind="none", delay=0.03)
@@ -111,9 +114,10 @@ def test_a_drain_too_short_for_them(line, faulty, tmp_path):
         assert "SIGINT; in flight: 0 finished, 3 cut short" in last_line(server)
 
 
+@pytest.mark.guard("abrupt_stop")
 def test_one_that_is_served_alone_and_a_second_signal(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.03)
-    entry = with_drain(tmp_path, "AT_ONCE", 10.0)  # as PATIENT, where it does not wait
+    entry = with_drain(tmp_path, "HURRIED_GRACE", 10.0)  # as PATIENT, where it does not wait
     with Server(line, model.path, tmp_path / "log", args=model.args, entry=entry) as server:
         (stream,) = start(server.ready(), 1, max_tokens=LONG, seed=1)
         ask(server, signal.SIGINT)
@@ -127,10 +131,11 @@ def test_one_that_is_served_alone_and_a_second_signal(line, faulty, tmp_path):
         assert time.monotonic() - again < SOON
 
 
+@pytest.mark.guard("abrupt_stop")
 def test_a_signal_that_comes_twice_at_once_is_one(faulty, tmp_path):
     """As from `timeout`, which signals its child and then the group. The first has been taken up when the second comes."""
     model = faulty(kind="none", delay=0.02)
-    entry = with_drain(tmp_path, "ECHO", 60.0)  # the test may be slow to send it
+    entry = with_drain(tmp_path, "ECHO_WINDOW", 60.0)  # the test may be slow to send it
     with Server(NEWEST, model.path, tmp_path / "log", args=model.args, entry=entry) as server:
         (stream,) = start(server.ready(), 1, max_tokens=300)
         ask(server, signal.SIGTERM)
@@ -144,6 +149,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(faulty, tmp_path):
         assert "SIGTERM; in flight: 1 finished, 0 cut short" in last_line(server)
 
 
+@pytest.mark.guard("abrupt_stop")
 def test_served_alone_without_a_drain(faulty, tmp_path):
     model = faulty(kind="none", delay=0.03)
     environ = {"MLX_SHIM_DRAIN": "0", **PATIENT}
@@ -185,6 +191,7 @@ def ends_of(folder, server, number):
     return status, seconds, noted
 
 
+@pytest.mark.guard("abrupt_stop")
 def test_an_idle_server_ends_at_once_and_in_order(line, tiny, tmp_path):
     """The generation thread leaves its loop, and nothing of the interpreter's teardown follows. A busy machine is asked again."""
     program = tmp_path / "program.py"
@@ -201,6 +208,7 @@ def test_an_idle_server_ends_at_once_and_in_order(line, tiny, tmp_path):
     assert min(took) < HALF, took
 
 
+@pytest.mark.control("abrupt_stop")
 def test_control_stock_tears_the_interpreter_down(tiny, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(TELLING)
@@ -210,6 +218,7 @@ def test_control_stock_tears_the_interpreter_down(tiny, tmp_path):
         raise Inconclusive(f"stock comes to {noted}")
 
 
+@pytest.mark.guard("abrupt_stop")
 def test_while_the_model_loads(line, faulty, tmp_path):
     model = faulty(kind="none", load_delay=90)
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=PATIENT) as server:
@@ -223,6 +232,7 @@ def test_while_the_model_loads(line, faulty, tmp_path):
         assert waiting.status == 503
 
 
+@pytest.mark.guard("abrupt_stop")
 def test_an_engine_that_is_stuck(faulty, tmp_path):
     """No verdict has been reached when the signal comes: the drain bounds it."""
     model = faulty(kind="sleep", delay=0.02)
@@ -236,6 +246,7 @@ def test_an_engine_that_is_stuck(faulty, tmp_path):
         assert time.monotonic() - asked < 15
 
 
+@pytest.mark.guard("abrupt_stop")
 def test_a_handler_of_the_program_is_the_programs(tiny, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
@@ -255,6 +266,8 @@ def test_a_handler_of_the_program_is_the_programs(tiny, tmp_path):
         assert server.wait_exit(30) == 5
 
 
+@pytest.mark.guard("orphaned_process")
+@pytest.mark.control("orphaned_process")
 @pytest.mark.parametrize("guard", ["on", "off"])
 def test_a_handler_of_the_program_that_exits(guard, tiny, tmp_path):
     """Its SystemExit(0) ends main alone: stock waits for the generation thread for ever. Asked to end, it has not died."""
@@ -278,6 +291,7 @@ def test_a_handler_of_the_program_that_exits(guard, tiny, tmp_path):
         assert (noted["deaths"], noted["run"]) == ([], None)
 
 
+@pytest.mark.guard("abrupt_stop")
 def test_a_body_that_is_on_its_way_is_served(faulty, tmp_path):
     """Its headers were in before the signal: it counts as in flight from its last byte on, beside another."""
     model = faulty(kind="none", delay=0.02)

@@ -24,6 +24,7 @@ def texts(server, beside=lambda: None):
     return [stream.text for stream in streams]
 
 
+@pytest.mark.guard("bad_request", "killer_request")
 def test_each_is_told_and_hurts_nobody(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.015)
     answers = {}
@@ -61,6 +62,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.control("bad_request", "killer_request")
 @pytest.mark.parametrize(("line", "name"), KINDS)
 def test_without_the_guards_it_is_everybodys(line, name, tiny, tmp_path):
     """The negative control."""
@@ -78,6 +80,7 @@ def test_without_the_guards_it_is_everybodys(line, name, tiny, tmp_path):
             raise Inconclusive(f"{name} ended the server with {code}")
 
 
+@pytest.mark.guard("bad_request", "killer_request")
 @pytest.mark.parametrize("left_on", ["BAD_REQUEST", "KILLER_REQUEST"])
 def test_either_guard_stops_an_empty_prompt_alone(left_on, tiny, tmp_path):
     environ = {name: "0" for name in OFF if not name.endswith(left_on)}
@@ -87,6 +90,7 @@ def test_either_guard_stops_an_empty_prompt_alone(left_on, tiny, tmp_path):
         assert server.post({"prompt": "afterwards", "max_tokens": 2})[0] == 200
 
 
+@pytest.mark.guard("bad_request", "killer_request")
 def test_what_a_request_is_refused_for_names_what_was_given_and_what_is_accepted(tiny, tmp_path):
     with Server(NEWEST, tiny, tmp_path / "log") as server:
         server.ready()
@@ -113,6 +117,7 @@ SAMPLED = [
 ]  # fmt: skip
 
 
+@pytest.mark.guard("bad_request", "killer_request")
 def test_what_is_accepted_keeps_its_tokens(line, tiny, tmp_path):
     answers = []
     for environ in ({"MLX_SHIM": "0"}, {}):
@@ -175,6 +180,8 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.guard("nested_xtc_tokens")
+@pytest.mark.control("nested_xtc_tokens")
 def test_xtc_on_the_old_line(tiny, tmp_path):
     """Nothing but XTC does it there, so without the guard it is the rehearsal that refuses."""
     body = {
@@ -195,6 +202,7 @@ def test_xtc_on_the_old_line(tiny, tmp_path):
         assert (status, answer["error"]["code"]) == (400, "invalid_value")
 
 
+@pytest.mark.guard("killer_request")
 def test_a_rehearsal_leaves_the_random_numbers_alone(line):
     """To the bit; and without putting the state back they would be others."""
     ran = subprocess.run(

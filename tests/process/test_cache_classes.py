@@ -205,6 +205,8 @@ def slope_of(release, row, what, shim, good):
     return slope
 
 
+@pytest.mark.guard("leaking_advance", "leaking_offset")
+@pytest.mark.control("leaking_advance", "leaking_offset")
 @pytest.mark.parametrize("release", LINES)
 @pytest.mark.parametrize(("row", "what"), CASES)
 def test_growth(release, row, what):

@@ -70,6 +70,8 @@ def held(server):
     return body
 
 
+@pytest.mark.guard("crash_loop")
+@pytest.mark.control("crash_loop")
 def test_deaths_hold_the_next_start(tiny, tmp_path):
     place = Place(tmp_path, NEWEST, tiny, "2/10m,10s")
     for _ in range(2):
@@ -158,6 +160,7 @@ server.main()
 """
 
 
+@pytest.mark.guard("crash_loop")
 @pytest.mark.parametrize("how", ["by itself", "without a word"])
 def test_a_program_that_ends_by_itself_has_not_died(how, tiny, tmp_path):
     """Nor does the next start take its last run for a kill; without a word (the control) it does."""
@@ -194,6 +197,7 @@ server.main()
 """
 
 
+@pytest.mark.guard("crash_loop")
 def test_a_stop_while_a_start_waits_and_a_request_is_queued(line, faulty, tmp_path):
     """The request came before the wait began. It is told, and nothing is loaded for it."""
     model = faulty(kind="none", load_delay=20)
@@ -238,6 +242,8 @@ server.main()
 """
 
 
+@pytest.mark.guard("crash_loop")
+@pytest.mark.control("crash_loop")
 def test_boot_failures_count(line, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(CUT_SHORT)
@@ -264,6 +270,7 @@ FILE_SYSTEMS = {
 }
 
 
+@pytest.mark.guard("crash_loop")
 @pytest.mark.skipif(sys.platform != "linux", reason="mount namespaces are Linux's")
 @pytest.mark.parametrize("kind", FILE_SYSTEMS)
 def test_a_folder_that_cannot_be_written_is_in_nobodys_way(tiny, tmp_path, kind):
@@ -290,11 +297,12 @@ def test_a_folder_that_cannot_be_written_is_in_nobodys_way(tiny, tmp_path, kind)
 FORGETFUL = """
 import sys
 from mlx_lm import server
-next(m for n, m in sys.modules.items() if n.endswith("guards.crash_loop")).SHARE = 2.0
+next(m for n, m in sys.modules.items() if n.endswith("guards.crash_loop")).LARGEST_SHARE = 2.0
 server.main()
 """
 
 
+@pytest.mark.guard("crash_loop")
 def test_a_kill_with_a_large_model_loaded_and_a_long_good_run(tiny, tmp_path):
     """The next start waits for its death, then for its memory; once it has been up for long enough nothing is remembered."""
     program = tmp_path / "program.py"

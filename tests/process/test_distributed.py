@@ -78,6 +78,7 @@ class Job(Server):
         return found
 
 
+@pytest.mark.guard("generation_death")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_death_on_one_rank_ends_the_job(line, faulty, tmp_path, rank):
     model = faulty(kind="RuntimeError", rank=rank)
@@ -105,6 +106,7 @@ def test_a_death_on_one_rank_ends_the_job(line, faulty, tmp_path, rank):
         )
 
 
+@pytest.mark.control("generation_death")
 def test_control_stock_hangs_when_rank_0_dies(line, faulty, tmp_path):
     model = faulty(kind="RuntimeError", rank=0)
     with Job(line, model, tmp_path / "log", {}) as job:
@@ -119,6 +121,7 @@ def test_control_stock_hangs_when_rank_0_dies(line, faulty, tmp_path):
             raise Inconclusive(f"the stock job ended by itself: {job.text()[-2000:]}")
 
 
+@pytest.mark.guard("abrupt_stop")
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_sigterm_to_rank_0_stops_all_after_those_in_flight(line, faulty, tmp_path):
     model = faulty(kind="none")

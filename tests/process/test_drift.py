@@ -1,13 +1,15 @@
 """A name of stock that the shim touches is another: the heart beats on, or the shim has said at start that it does not.
 
-Of each line every name is renamed, and those of the heart are changed in each other way as well; tests/bench/drift.py
-does all to all. A case is a server over a changed copy of mlx_lm: it serves as stock does, its model hangs and goes
+Every name is renamed, and those of the heart are changed in each other way as well; what the lines share is shared out
+between them, and tests/bench/drift.py does all to all. A case is a server over a changed copy of mlx_lm: it serves as stock does, its model hangs and goes
 on, and its generation thread is killed.
 """
 
 from __future__ import annotations
 
 import time
+import zlib
+from functools import cache
 
 import pytest
 
@@ -18,12 +20,13 @@ from kit.harness import LINES
 from kit.streams import Stream
 from shim.engine.anatomy import ATTRIBUTES
 
-PARTS = 4  # of a line: the workers take one each
+# Of a line: the workers take one each.
+PARTS = 4
 
 
 @pytest.fixture(scope="module")
 def benches(tmp_path_factory):
-    """The bench of a line, made when it is asked for: its fork server serves all cases of this worker."""
+    """The bench of a line, made when it is asked for."""
     made = {}
 
     def bench(line):
@@ -31,25 +34,41 @@ def benches(tmp_path_factory):
             made[line] = Bench(line, tmp_path_factory.mktemp(f"drift-{line}"))
         return made[line]
 
-    yield bench
-    for each in made.values():
-        each.close()
+    return bench
+
+
+@cache
+def asked_for(line, folder):
+    """The heart's names renamed, and the cases that take turns."""
+    everything, heart = touched(line, folder), touched(line, folder, HEART)
+    assert set(heart) < set(everything)
+    renamed = set(cases(heart, ["renamed"]))
+    return renamed, {*cases(everything, ["renamed"]), *cases(heart, mutate.KINDS)} - renamed
 
 
 def wanted(line, folder):
-    """The cases of the suite, in an order that gives each part as many of each kind."""
-    everything, heart = touched(line, folder), touched(line, folder, HEART)
-    assert set(heart) < set(everything)
-    return sorted(
-        {*cases(everything, ["renamed"]), *cases(heart, mutate.KINDS)}, key=lambda case: case[::-1]
-    )
+    """The cases of the suite, in an order that gives each part as many of each kind.
+
+    Each name of the heart is renamed on both lines. Every other case that both lines have falls to one of them.
+    """
+    renamed, others = asked_for(line, folder)
+    (other,) = set(LINES) - {line}
+    shared = set().union(*asked_for(other, folder))
+    turns = {case for case in others if case not in shared or is_turn_of(line, case)}
+    return sorted(renamed | turns, key=lambda case: case[::-1])
+
+
+def is_turn_of(line, case):
+    """Whether a case falls to this line: by its name and kind, so that it stays there when others come."""
+    return zlib.crc32(" ".join(case).encode()) % len(LINES) == LINES.index(line)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("line", LINES)
-def test_the_heart_beats_on(line, part, benches, tmp_path):
+def test_the_heart_beats_on(line, part, benches, tmp_path_factory):
     begun = time.monotonic()
-    rows = benches(line).run_all(wanted(line, tmp_path)[part::PARTS])
+    folder = tmp_path_factory.getbasetemp()
+    rows = benches(line).run_all(wanted(line, folder)[part::PARTS])
     print(f"{len(rows)} cases in {time.monotonic() - begun:.0f} s\n{table(rows)}")
     wrong = [row for row in rows if row.wrong]
     assert not wrong, "\n".join(map(str, wrong))

@@ -81,6 +81,7 @@ def texts(streams):
     return [stream.text for stream in streams]
 
 
+@pytest.mark.guard("dropped_model", "needless_reload")
 def test_no_request_costs_others_their_model(line, folders):
     """Streams run on beside everything that cannot be loaded, and beside other names of the model itself."""
     with serve(line, folders) as server:
@@ -159,6 +160,7 @@ def a_late_failure(server, folders):
     assert server.get("/health")[0] == 200
 
 
+@pytest.mark.guard("any_model", "dropped_model")
 def test_only_allowed_models(line, folders, hub):
     """And what is allowed is loaded, as stock has it: with adapters, with a draft model, from the hub."""
     other, second, adapter = (
@@ -223,6 +225,7 @@ def a_slow_hub(server, folders):
     assert folders.model.loads == 5
 
 
+@pytest.mark.control("dropped_model", "needless_reload", "any_model")
 def test_control_stock_pays(line, folders):
     """The faults of all three guards, in one server without them."""
     other = folders.like("other")

@@ -33,6 +33,8 @@ def names(server, path="/v1/models"):
     return [model["id"] for model in answer["data"]] if isinstance(answer, dict) else answer
 
 
+@pytest.mark.guard("empty_model_list")
+@pytest.mark.control("empty_model_list")
 @pytest.mark.parametrize("guarded", [True, False])
 def test_what_the_server_lists(line, tiny, tmp_path, guarded):
     """The folder is looked at anew with each request, so one server sees every kind of it."""
@@ -65,11 +67,13 @@ def test_what_the_server_lists(line, tiny, tmp_path, guarded):
             )
 
 
+@pytest.mark.guard("empty_model_list")
 def test_a_scan_that_succeeds_is_stocks():
     told = object()
     assert empty_model_list._Scan()(lambda: told, None, (), {}) is told
 
 
+@pytest.mark.guard("empty_model_list")
 @pytest.mark.parametrize(
     "error", [PermissionError("no"), RuntimeError("a loop of links"), ValueError("x")]
 )
@@ -81,6 +85,8 @@ def test_any_failure_is_an_empty_list(error, capfd):
     assert str(error) in capfd.readouterr().err
 
 
+@pytest.mark.guard("any_model")
+@pytest.mark.control("any_model")
 @pytest.mark.parametrize("guarded", [True, False])
 def test_the_list_has_only_what_a_request_may_name(tiny, tmp_path, guarded):
     """With a cache and, at first, without one."""

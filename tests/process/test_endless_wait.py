@@ -8,6 +8,7 @@ from kit.harness import KILLER, Inconclusive, Server, wait_until
 from kit.streams import Stream, error_of
 
 
+@pytest.mark.guard("endless_wait")
 @pytest.mark.parametrize("seed", [{}, {"seed": 1}], ids=["batched", "sequential"])
 def test_a_request_timeout_ends_that_request_alone(line, faulty, tmp_path, seed):
     model = faulty(kind="none", delay=0.02)
@@ -27,6 +28,7 @@ def test_a_request_timeout_ends_that_request_alone(line, faulty, tmp_path, seed)
         assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 0, 5)
 
 
+@pytest.mark.guard("endless_wait")
 @pytest.mark.usefixtures("killable")
 def test_a_waiter_on_a_dead_engine_is_told(line, tiny, tmp_path):
     """With the exit turned off, the engine is dead and the process lives: no request hangs all the same."""
@@ -44,6 +46,7 @@ def test_a_waiter_on_a_dead_engine_is_told(line, tiny, tmp_path):
         assert server.get("/health/live")[0] == server.get("/v1/models")[0] == 503
 
 
+@pytest.mark.control("endless_wait")
 def test_control_a_waiter_without_the_guard(line, faulty, tmp_path):
     """With endless_wait off nothing ends a request: its time does not, and on 0.31.3 no death of the engine either."""
     model = faulty(kind="RuntimeError", delay=0.05)

@@ -111,6 +111,7 @@ def everything(server, models):
     return answers + draft.answers, cached
 
 
+@pytest.mark.guard("exact_cache_hit")
 def test_the_answers_are_a_cold_servers(line, tmp_path):
     models = {kind: make_model(kind, line, tmp_path / kind) for kind in KINDS}
     with Server(line, models["llama"], tmp_path / "log") as server:
@@ -131,6 +132,7 @@ def test_the_answers_are_a_cold_servers(line, tmp_path):
     assert any(cached["sliding", "alone"])
 
 
+@pytest.mark.control("exact_cache_hit")
 @pytest.mark.parametrize("kind", ["llama", "hybrid"])
 def test_control_stock_dies(line, tmp_path, kind):
     if kind == "hybrid" and line != NEWEST:

@@ -64,6 +64,9 @@ def converse(server):
     return answers
 
 
+@pytest.mark.slow
+@pytest.mark.guard("exhausted_memory")
+@pytest.mark.control("exhausted_memory")
 def test_many_conversations(line, big, outside, tmp_path):
     """Each is kept in the prompt cache, which is as long as the user says: what is kept goes before the memory does."""
     base, most, expected = outside(line)
@@ -106,6 +109,9 @@ def at_once(server):
     return [stream.join(120) for stream in streams]
 
 
+@pytest.mark.slow
+@pytest.mark.guard("exhausted_memory")
+@pytest.mark.control("exhausted_memory")
 def test_several_at_once(line, big, tmp_path):
     """Above hard the largest is ended and the others get their tokens; new ones are 503; below it all is as before.
 
@@ -183,6 +189,9 @@ class MemoryGroup:
         self.folder.rmdir()
 
 
+@pytest.mark.slow
+@pytest.mark.guard("exhausted_memory")
+@pytest.mark.control("exhausted_memory")
 def test_the_system_kills_stock_and_not_us(big, outside, tmp_path):
     """In a group of the system's with room for 24 conversations, of 40 that are kept."""
     base, _, expected = outside(NEWEST)

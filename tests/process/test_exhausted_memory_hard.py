@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
+
 from kit.harness import NEWEST, Inconclusive, Server
 from kit.models.big_model import STEP, big_kv_model, bytes_per_token, vocabulary_bytes
 from kit.scales import MIB, Scales, patient, text_of, warm
@@ -41,6 +43,8 @@ def converse(server):
     return said, last
 
 
+@pytest.mark.guard("unaffordable_prompt")
+@pytest.mark.control("unaffordable_prompt")
 def test_a_history_that_grows_until_it_does_not_fit(line, tmp_path):
     """It is served to the last prompt that fits, and nothing of the next one is begun.
 
@@ -78,6 +82,7 @@ def test_a_history_that_grows_until_it_does_not_fit(line, tmp_path):
     )
 
 
+@pytest.mark.guard("exhausted_memory")
 def test_one_that_is_above_hard_by_itself(tmp_path):
     """It was begun, since nothing told what it would take. It is ended, and not told to come back: it would be as much again."""
     model = big_kv_model(tmp_path / "model")
@@ -103,6 +108,7 @@ STEPS = (
 )  # what a step takes beside the caches is not what this is about
 
 
+@pytest.mark.guard("unaffordable_prompt")
 def test_models_in_turn(line, tmp_path):
     """One goes before the other is loaded, and what a token takes is learnt for each: 32 KiB, then 2."""
     assert vocabulary_bytes(VOCABULARY) > 1.5 * SWITCH_ROOM

@@ -60,6 +60,7 @@ def slow(faulty):
     return faulty(kind="none", delay=0.02)
 
 
+@pytest.mark.guard("exhausted_memory")
 def test_above_soft_nobody_new_is_let_in_until_it_is_less(line, slow, tmp_path):
     beside = Beside(line, slow, tmp_path, {"MLX_SHIM_MEMORY_SOFT": "600M"})
     with beside.start() as server:
@@ -85,10 +86,11 @@ def test_above_soft_nobody_new_is_let_in_until_it_is_less(line, slow, tmp_path):
         assert stream.join().done, "who was served already is served on"
         told = [x.rpartition(": ")[2] for x in server.shim_lines() if " in use (MLX" in x]
         assert told == [
-            "what is free to go is trimmed", "new requests are 503 until it is less", "new requests are let in again",
+            "the caches are trimmed", "new requests are 503 until it is less", "new requests are accepted again",
         ]  # fmt: skip
 
 
+@pytest.mark.control("exhausted_memory")
 def test_control_without_the_guard_it_is_served_on(line, slow, tmp_path):
     environ = {
         "MLX_SHIM_MEMORY_SOFT": "600M",
@@ -104,15 +106,17 @@ def test_control_without_the_guard_it_is_served_on(line, slow, tmp_path):
             raise Inconclusive("without the guard it does not serve")
 
 
+@pytest.mark.guard("exhausted_memory")
 def test_above_soft_with_nobody_served_it_is_replaced(slow, tmp_path):
     beside = Beside(NEWEST, slow, tmp_path, {"MLX_SHIM_MEMORY_SOFT": "600M"}, grace=1)
     with beside.start() as server:
         server.ready()
         beside.take()
         assert server.wait_exit(30) == 75
-        assert "with nobody served, soft is 600.0 MiB" in server.text()
+        assert "with no request being served, soft is 600.0 MiB" in server.text()
 
 
+@pytest.mark.guard("exhausted_memory")
 def test_above_hard_those_served_are_told_and_it_is_replaced(line, slow, tmp_path):
     beside = Beside(line, slow, tmp_path, {"MLX_SHIM_MEMORY_HARD": "600M"}, grace=2)
     with beside.start() as server:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 import time
 
+import pytest
+
 from conftest import FaultyModel
 from kit.harness import Server, expect_zombie, wait_until
 
@@ -18,6 +20,8 @@ def frozen(server, model):
     server.send_and_leave({"prompt": "x"})
 
 
+@pytest.mark.guard("frozen_interpreter")
+@pytest.mark.control("frozen_interpreter")
 def test_a_frozen_interpreter_ends_with_1(line, tmp_path):
     """Beside one without the guard, the control, which is frozen for longer."""
     model, other = (FaultyModel(tmp_path / name, kind="hold_gil") for name in ("faulty", "other"))
@@ -36,6 +40,7 @@ def test_a_frozen_interpreter_ends_with_1(line, tmp_path):
         expect_zombie(control)
 
 
+@pytest.mark.guard("frozen_interpreter")
 def test_somebody_elses_use_of_the_timer_is_respected(line, tiny, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(

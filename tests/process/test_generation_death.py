@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kit.harness import Server, expect_zombie, wait_until
+from kit.harness import LINES, Server, expect_zombie, wait_until
 
 pytestmark = pytest.mark.usefixtures("killable")
 
@@ -19,11 +19,18 @@ EXCEPTIONS = ["RuntimeError", "SystemExit", "MemoryError", "KeyboardInterrupt", 
 SWITCHES = [{"MLX_SHIM": "0"}, {"MLX_SHIM_GENERATION_DEATH": "0"}]
 
 
+def one_of(switches, case, line):
+    """The switches in turn: each line sees every one, and each case sees every one on one of the lines."""
+    n = [*KILLER_REQUESTS, *EXCEPTIONS].index(case) + LINES.index(line)
+    return switches[n % len(switches)]
+
+
 def verdict(server: Server) -> str:
     (line,) = [x for x in server.shim_lines() if "fatal:" in x]
     return line
 
 
+@pytest.mark.guard("generation_death")
 @pytest.mark.parametrize("killer", KILLER_REQUESTS)
 def test_a_request_that_kills_the_thread_ends_the_process(line, tiny, tmp_path, killer):
     body = KILLER_REQUESTS[killer]
@@ -39,14 +46,17 @@ def test_a_request_that_kills_the_thread_ends_the_process(line, tiny, tmp_path, 
         assert "Traceback (most recent call last)" in server.text()
 
 
+@pytest.mark.control("generation_death")
 @pytest.mark.parametrize("killer", KILLER_REQUESTS)
-@pytest.mark.parametrize("off", SWITCHES, ids=lambda x: next(iter(x)))
-def test_control_stock_stays_as_a_zombie(line, tiny, tmp_path, killer, off):
+def test_control_stock_stays_as_a_zombie(line, tiny, tmp_path, killer):
+    off = one_of(SWITCHES, killer, line)
     with Server(line, tiny, tmp_path / "log", environ=off) as server:
         server.ready().send_and_leave(KILLER_REQUESTS[killer])
         expect_zombie(server)
 
 
+@pytest.mark.guard("generation_death")
+@pytest.mark.control("generation_death")
 @pytest.mark.parametrize("kind", EXCEPTIONS)
 def test_a_model_that_raises_ends_the_process(line, faulty, tmp_path, kind):
     model = faulty(kind=kind)
@@ -60,10 +70,10 @@ def test_a_model_that_raises_ends_the_process(line, faulty, tmp_path, kind):
         assert f"{kind}: the model's forward failed" in verdict(server)
         assert "in misbehave" in server.text(), "the traceback names the frame"
 
-    for off in SWITCHES:
-        model.trigger.unlink()
-        with Server(line, model.path, tmp_path / "control", args=model.args, environ=off) as server:
-            server.ready()
-            model.fire()
-            server.send_and_leave({"prompt": "x"})
-            expect_zombie(server)
+    model.trigger.unlink()
+    off = one_of(SWITCHES, kind, line)
+    with Server(line, model.path, tmp_path / "control", args=model.args, environ=off) as server:
+        server.ready()
+        model.fire()
+        server.send_and_leave({"prompt": "x"})
+        expect_zombie(server)

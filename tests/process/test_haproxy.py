@@ -52,12 +52,14 @@ class Front(Server):
 
 @contextlib.contextmanager
 def haproxy(folder, servers, *, retries: bool):
-    """The recipe of docs/supervision.md with other addresses, and patient; yields a Front, once it listens.
+    """The recipe of docs/haproxy.md with other addresses, and patient; yields a Front, once it listens.
 
     Without `retries` it is the control, in which it does not tell servers that a client has left either.
     """
     port, stats = free_port(), free_port()
-    config = headline.recipe("backend servers").replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+    config = headline.recipe("backend servers", "haproxy.md").replace(
+        "127.0.0.1:8000", f"127.0.0.1:{port}"
+    )
     for address, server in zip(("192.0.2.1:8080", "192.0.2.2:8080"), servers, strict=True):
         assert address in config
         config = config.replace(address, f"127.0.0.1:{server.port}")
@@ -172,7 +174,7 @@ def without_a_server(front, servers):
 
 def test_the_recipe_is_accepted_as_it_is(tmp_path):
     path = tmp_path / "haproxy.cfg"
-    path.write_text(headline.recipe("backend servers"))
+    path.write_text(headline.recipe("backend servers", "haproxy.md"))
     checked = subprocess.run(
         [need("haproxy"), "-c", "-f", str(path)], capture_output=True, check=False
     )

@@ -51,6 +51,7 @@ def killed(server):
     return time.monotonic() - start
 
 
+@pytest.mark.guard("generation_death")
 @pytest.mark.parametrize(
     "hook", [HANGING_HOOK, RAISING_HOOK, EXITING_HOOK], ids=["hangs", "raises", "exits"]
 )
@@ -61,6 +62,7 @@ def test_a_threading_excepthook_of_the_program(line, tiny, tmp_path, hook, when)
         assert any("fatal:" in x for x in server.shim_lines())
 
 
+@pytest.mark.control("generation_death")
 def test_control_for_hooks(line, tiny, tmp_path):
     entry = program(tmp_path, before=RAISING_HOOK)
     with Server(line, tiny, tmp_path / "log", entry=entry, environ={"MLX_SHIM": "0"}) as server:
@@ -75,6 +77,7 @@ next(module for name, module in sys.modules.items() if name.endswith("shim.engin
 """
 
 
+@pytest.mark.guard("generation_death")
 def test_a_report_that_cannot_be_made(tiny, tmp_path):
     """The clients are told all the same, the line is said, and the status is a death's."""
     reports = tmp_path / "reports"
@@ -89,6 +92,7 @@ def test_a_report_that_cannot_be_made(tiny, tmp_path):
         assert not reports.exists()
 
 
+@pytest.mark.guard("generation_death")
 def test_a_crash_reporter_installed_after_us_still_sees_the_death(line, tiny, tmp_path):
     hook = (
         "threading.excepthook = lambda args: print('REPORTED', args.exc_type.__name__, flush=True)"
@@ -98,6 +102,7 @@ def test_a_crash_reporter_installed_after_us_still_sees_the_death(line, tiny, tm
         assert server.text().count("REPORTED") == 1
 
 
+@pytest.mark.guard("generation_death")
 def test_stderr_closed(line, tiny, tmp_path):
     with Server(
         line, tiny, tmp_path / "log", prefix=("sh", "-c", 'exec "$@" 2>&-', "sh")
@@ -105,6 +110,7 @@ def test_stderr_closed(line, tiny, tmp_path):
         killed(server)
 
 
+@pytest.mark.guard("generation_death")
 def test_stderr_a_dead_pipe(line, tiny, tmp_path):
     reader, writer = os.pipe()
     with Server(line, tiny, tmp_path / "log", stderr=writer) as server:
@@ -115,6 +121,7 @@ def test_stderr_a_dead_pipe(line, tiny, tmp_path):
         assert server.wait_exit(30) == 70
 
 
+@pytest.mark.guard("generation_death")
 def test_stderr_a_full_pipe(line, tiny, tmp_path):
     """The traceback's printer blocks for ever; stock's own log lines would too, so they are off."""
     reader, writer = os.pipe()
@@ -140,6 +147,7 @@ def fill(writer):
         return filled
 
 
+@pytest.mark.guard("generation_death")
 def test_two_hundred_clients_waiting(line, faulty, tmp_path):
     model = faulty(kind="RuntimeError", delay=0.05)
     with Server(line, model.path, tmp_path / "log", args=model.args) as server:
@@ -155,6 +163,7 @@ def test_two_hundred_clients_waiting(line, faulty, tmp_path):
             stream.join()
 
 
+@pytest.mark.guard("generation_death")
 @pytest.mark.skipif(sys.platform != "linux", reason="PID namespaces are Linux's")
 def test_as_pid_1(line, tiny, tmp_path):
     prefix = (
@@ -170,6 +179,7 @@ def test_as_pid_1(line, tiny, tmp_path):
         killed(server)
 
 
+@pytest.mark.guard("generation_death")
 def test_no_new_thread_can_be_started(line, faulty, tmp_path):
     """A process out of threads is one that dies: what ends it must not need another."""
     model = faulty(kind="out_of_threads")

@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import time
 
+import pytest
+
 from conftest import FaultyModel
 from kit import headline
 from kit.harness import NEWEST, Inconclusive, wait_until
 from kit.headline import KILLS, RAISES, STALLS
 
-# tests/bench/headline.py does the same without the socket, and tells how long each takes.
-DEATHS = {NEWEST: 20}
+# Each kind twice, and one more. tests/bench/headline.py takes as many as it is told, without the socket as well.
+DEATHS = {NEWEST: 7}
 
 
 def model_in(folder):
     return FaultyModel(folder, kind=RAISES, once=True, delay=0.005)
 
 
+@pytest.mark.slow
+@pytest.mark.guard("generation_death", "stall", "refused_while_down")
 def test_every_request_is_answered_in_the_end(line, tmp_path):
     kinds = [(KILLS, RAISES, STALLS)[n % 3] for n in range(DEATHS.get(line, 3))]
     with headline.Supervised(
@@ -33,6 +37,8 @@ def test_every_request_is_answered_in_the_end(line, tmp_path):
         assert server.text().count("exit 70") == server.deaths >= len(kinds)
 
 
+@pytest.mark.slow
+@pytest.mark.control("generation_death", "refused_while_down")
 def test_controls_without_the_socket_and_stock_side_by_side(tmp_path):
     """Without it some are refused meanwhile, and answered as they try again; stock answers nobody any more."""
     ways = {"without": {}, "stock": {"MLX_SHIM": "0"}}

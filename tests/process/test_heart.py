@@ -55,6 +55,7 @@ def program(tmp_path, text):
     return (str(path),)
 
 
+@pytest.mark.guard("stall")
 def test_a_stall_where_only_bytes_of_answers_are_seen(line, faulty, tmp_path):
     model = faulty(kind="sleep")
     entry = program(tmp_path, OTHER_QUEUES)
@@ -76,6 +77,7 @@ def test_a_stall_where_only_bytes_of_answers_are_seen(line, faulty, tmp_path):
         assert not stream.join().done, "a cut answer does not look complete"
 
 
+@pytest.mark.control("stall")
 def test_control_of_a_stall_where_only_bytes_are_seen(line, faulty, tmp_path):
     model = faulty(kind="sleep")
     entry = program(tmp_path, OTHER_QUEUES)
@@ -89,6 +91,7 @@ def test_control_of_a_stall_where_only_bytes_are_seen(line, faulty, tmp_path):
         expect_zombie(server, patience=8.0)
 
 
+@pytest.mark.guard("stall")
 def test_a_long_answer_that_is_not_streamed_is_no_stall(line, faulty, tmp_path):
     """No byte goes out for much longer than the limit, while the generation thread moves."""
     model = faulty(kind="none", delay=0.05)
@@ -102,6 +105,7 @@ def test_a_long_answer_that_is_not_streamed_is_no_stall(line, faulty, tmp_path):
         assert "stalled" not in server.text()
 
 
+@pytest.mark.guard("untruthful_health")
 @pytest.mark.usefixtures("killable")
 def test_wrappers_that_are_never_called_are_told_of(line, tiny, tmp_path):
     with Server(line, tiny, tmp_path / "log", entry=program(tmp_path, BYPASSED)) as server:
@@ -119,6 +123,8 @@ def test_wrappers_that_are_never_called_are_told_of(line, tiny, tmp_path):
         assert server.wait_exit(30) == 70
 
 
+@pytest.mark.guard("generation_death")
+@pytest.mark.control("generation_death")
 @pytest.mark.usefixtures("killable")
 @pytest.mark.parametrize("swallow", [True, False], ids=["swallowed", "uncaught"])
 def test_a_death_that_no_wrapper_sees(line, tiny, tmp_path, swallow):

@@ -37,6 +37,7 @@ def conversation(server, seed=None):
     return answers
 
 
+@pytest.mark.guard("leaking_advance", "leaking_offset", "pinned_batch")
 @pytest.mark.parametrize("seed", [None, 7], ids=["batched", "alone"])
 def test_turns_with_cache_hits_answer_as_stock(line, model, tmp_path, seed):
     results = []

@@ -50,6 +50,8 @@ ADVANCES = """
 """
 
 
+@pytest.mark.guard("leaking_advance")
+@pytest.mark.control("leaking_advance")
 @pytest.mark.parametrize("release", RELEASES)
 def test_twenty_thousand_advances(release):
     ours = run(release, ADVANCES)
@@ -129,12 +131,14 @@ EQUIVALENCE = """
 """
 
 
+@pytest.mark.guard("leaking_advance")
 @pytest.mark.parametrize("release", RELEASES)
 def test_whoever_reads_gets_what_stock_gives(release, tmp_path):
     file = str(tmp_path / "cache.safetensors")
     assert run(release, EQUIVALENCE, file) == run(release, EQUIVALENCE, file, **OFF)
 
 
+@pytest.mark.guard("leaking_advance")
 def test_it_retires_where_upstream_is_cured():
     cured = """
         import sys, importlib.machinery as m
@@ -184,6 +188,8 @@ MANY = """
 """
 
 
+@pytest.mark.guard("leaking_advance")
+@pytest.mark.control("leaking_advance")
 @pytest.mark.parametrize("release", RELEASES)
 def test_requests_that_join_and_leave_for_ever(release):
     """Stock's chain grows with every change of the batch too."""

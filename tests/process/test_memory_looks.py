@@ -7,12 +7,15 @@ import statistics
 import subprocess
 import time
 
+import pytest
+
 from kit.harness import NEWEST, REPO, Server, clean_environ, python_of
 from kit.streams import Stream
 
 MOST = 0.001  # seconds of a core, at one look a second: 0.1 %
 
 
+@pytest.mark.guard("exhausted_memory")
 def test_a_look_costs_little_waits_for_no_product_and_starts_no_process(line):
     """The guard's own, with the mlx of either line. The product takes seconds; a look that waited for it would as well."""
     program = REPO / "tests" / "kit" / "programs" / "memory_looks.py"
@@ -42,6 +45,7 @@ def test_a_look_costs_little_waits_for_no_product_and_starts_no_process(line):
     assert seen["started"] == []
 
 
+@pytest.mark.guard("exhausted_memory")
 def test_once_a_second_by_the_watchdog_whatever_is_generated(faulty, tmp_path):
     """And by nobody else, while some hundred tokens are made: nothing of it is in their way."""
     model = faulty(kind="none", delay=0.01)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kit.harness import Inconclusive, Server
 
 PROMPT = (
@@ -20,6 +22,8 @@ def said(server):
     )
 
 
+@pytest.mark.guard("misfiled_cache")
+@pytest.mark.control("misfiled_cache")
 def test_the_cache_beside_a_draft_model_changes_no_answer(line, tiny, tmp_path):
     draft = ("--draft-model", str(tiny))
     with Server(

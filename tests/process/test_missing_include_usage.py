@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kit.harness import Inconclusive, Server
 from kit.streams import Stream
 
@@ -25,6 +27,7 @@ def usage_of(stream):
     return [event["usage"] for event in stream.events if "usage" in event]
 
 
+@pytest.mark.guard("missing_include_usage")
 def test_no_option_means_no_usage(line, tiny, tmp_path):
     with Server(line, tiny, tmp_path / "log") as server:
         assert server.ready().get("/health")[1]["guards"]["missing_include_usage"] == "active"
@@ -44,6 +47,7 @@ def test_no_option_means_no_usage(line, tiny, tmp_path):
         assert server.post({"prompt": "some text", "max_tokens": 2, "stream_options": {}})[0] == 200
 
 
+@pytest.mark.control("missing_include_usage")
 def test_control_stock_cuts_the_stream(line, tiny, tmp_path):
     with Server(
         line, tiny, tmp_path / "log", environ={"MLX_SHIM_MISSING_INCLUDE_USAGE": "0"}

@@ -10,6 +10,8 @@ import json
 import subprocess
 import textwrap
 
+import pytest
+
 from kit.harness import LINES, REPO, Inconclusive, Server, clean_environ, python_of, wait_until
 from kit.streams import Stream
 from shim.engine import fatal
@@ -96,6 +98,8 @@ def batches(line, model, **environ):
     return json.loads(child.stdout.splitlines()[-1])
 
 
+@pytest.mark.guard("mixed_processors")
+@pytest.mark.control("mixed_processors")
 def test_batches_that_mix(line, tiny):
     found = batches(line, tiny)
     alone, without = found.pop("alone"), found.pop("without")
@@ -117,6 +121,8 @@ def meet(server):
     return plain, other
 
 
+@pytest.mark.guard("mixed_processors")
+@pytest.mark.control("mixed_processors")
 def test_over_http(line, faulty, tmp_path):
     # Longer than the half second for which stock computes before it looks for the next request, and long enough for that
     # request to arrive meanwhile.

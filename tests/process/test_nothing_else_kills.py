@@ -47,6 +47,7 @@ PROGRAM = """
 HANDLER_KILLERS = [b"\xff\xfe", b'{"prompt": "x", "logit_bias": {"1": null}}', b"[" * 100_000]
 
 
+@pytest.mark.guard("generation_death")
 def test_other_threads_may_die(line, tiny, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))

@@ -143,6 +143,7 @@ def check_that_nothing_tells_the_key(server):
     assert not any(secret in shown for secret in (KEY, WRONG, KEY[:12], WRONG[:12]))
 
 
+@pytest.mark.guard("open_door")
 def test_nobody_gets_in_without_the_key(line, faulty, key_file, tmp_path):
     model = faulty(kind="RuntimeError", delay=0.02)
     environ = {
@@ -173,6 +174,7 @@ def test_nobody_gets_in_without_the_key(line, faulty, key_file, tmp_path):
         assert not any(KEY in told for told in server.shim_lines())
 
 
+@pytest.mark.guard("open_door")
 def test_no_server_where_the_file_cannot_be_used(line, tiny, key_file, tmp_path):
     key_file.chmod(0o604)
     for file, why in ((key_file, "chmod 600"), (tmp_path / KEY, "No such file or directory")):
@@ -185,6 +187,7 @@ def test_no_server_where_the_file_cannot_be_used(line, tiny, key_file, tmp_path)
             assert KEY not in server.text(), "it may be the key itself, in the wrong place"
 
 
+@pytest.mark.guard("open_door")
 def test_doctor_says_so(key_file):
     for environ, status, says in (
         ({"MLX_SHIM_API_KEY_FILE": str(key_file)}, 0, "open_door               active"),
@@ -203,6 +206,7 @@ def test_doctor_says_so(key_file):
         assert KEY not in answer.stdout + answer.stderr
 
 
+@pytest.mark.control("open_door")
 def test_control_without_the_guard_anyone_is_served(line, tiny, key_file, tmp_path):
     environ = {
         "MLX_SHIM_API_KEY_FILE": str(key_file),

@@ -24,6 +24,8 @@ def port():
         yield port
 
 
+@pytest.mark.guard("orphaned_process")
+@pytest.mark.control("orphaned_process")
 def test_port_taken_is_71(line, tiny, tmp_path, port):
     with Server(line, tiny, tmp_path / "log", port=port) as server:
         assert server.wait_exit() == 71
@@ -65,6 +67,8 @@ def unknown_architecture(tiny, folder):
     return folder
 
 
+@pytest.mark.guard("generation_death")
+@pytest.mark.control("generation_death")
 @pytest.mark.parametrize(
     ("make", "cause"),
     [
@@ -102,6 +106,8 @@ PROGRAM = """
 """
 
 
+@pytest.mark.guard("orphaned_process")
+@pytest.mark.control("orphaned_process")
 @pytest.mark.parametrize(
     ("ending", "status"),
     [
@@ -129,6 +135,7 @@ def test_a_program_whose_main_ends(line, tmp_path, ending, status):
                 )
 
 
+@pytest.mark.guard("orphaned_process")
 def test_an_orderly_stop_is_no_death(line, tiny, tmp_path):
     with Server(line, tiny, tmp_path / "log") as server:
         server.ready().process.send_signal(signal.SIGINT)
@@ -136,6 +143,7 @@ def test_an_orderly_stop_is_no_death(line, tiny, tmp_path):
         assert fatal_lines(server) == []
 
 
+@pytest.mark.guard("orphaned_process")
 def test_an_orderly_stop_with_a_stream_open_is_no_death(line, tiny, tmp_path):
     environ = {"MLX_SHIM_ABRUPT_STOP": "0"}  # stock's own, whose teardown aborts now and then
     with Server(line, tiny, tmp_path / "log", environ=environ) as server:

@@ -49,6 +49,7 @@ def asked(line, tiny, folder, wired):
         return [json.loads(text) for text in said.read_text().splitlines()], server.text(), state
 
 
+@pytest.mark.guard("overwired_memory")
 @pytest.mark.parametrize(
     ("wired", "most"), [("off", 0), ("3G", 3 * GIB), ("model+4G", None), ("auto", 0)]
 )
@@ -65,6 +66,7 @@ def test_it_is_held_at_every_call(wired, most, line, tiny, tmp_path):
     assert "rather than 48.00 GiB (MLX_SHIM_WIRED)" in log
 
 
+@pytest.mark.control("overwired_memory")
 @pytest.mark.parametrize("wired", [None, "stock"])
 def test_control_stock_wires_all(wired, line, tiny, tmp_path):
     sizes, *_ = asked(line, tiny, tmp_path, wired)
@@ -72,6 +74,7 @@ def test_control_stock_wires_all(wired, line, tiny, tmp_path):
         raise Inconclusive(f"asked for {sizes}")
 
 
+@pytest.mark.guard("overwired_memory")
 def test_no_call_site_is_unknown(line):
     """Whatever in mlx_lm calls it is one of those that are held, or trains."""
     package = next((VENVS / line / "lib").glob("python3*")) / "site-packages" / "mlx_lm"
@@ -85,6 +88,7 @@ def test_no_call_site_is_unknown(line):
     assert len(sites) >= 2, "the pattern finds them"
 
 
+@pytest.mark.guard("overwired_memory")
 def test_who_else_uses_mlx_is_left_alone(line, tiny, tmp_path):
     """A program's own call, through mlx.core itself, is not held."""
     program = tmp_path / "own.py"
@@ -105,6 +109,7 @@ def test_who_else_uses_mlx_is_left_alone(line, tiny, tmp_path):
         assert json.loads(said.read_text().splitlines()[0]) == 5 * GIB
 
 
+@pytest.mark.guard("hoarded_buffers")
 def test_mlx_has_its_own_limits(line, tiny, tmp_path):
     """MLX_SHIM_CACHE_LIMIT and _MEMORY_LIMIT arrive in mlx; unset, nothing is called. Above the latter it takes more all the same."""
     program = Path(tmp_path / "limits.py")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import textwrap
 
 import pytest
 
-from kit.harness import REPO, clean_environ, free_port, python_of
+from kit.harness import REPO, clean_environ, free_port, run_program
 
 SHORT = {"MLX_SHIM_DECODE_STALL": "2s", "MLX_SHIM_PREFILL_STALL": "3s", "MLX_SHIM_CRASH_LOOP": "0"}
 
@@ -108,7 +107,7 @@ PROGRAMS = {
                 return None if item is not None and item[1] == "ping" else item
         generator = make(Own)
         generator.requests.put((queue.Queue(), "ping"))
-        time.sleep(6)
+        time.sleep(5)
         assert tokens(generator) == 4
         generator.stop_and_join()
     """,
@@ -117,7 +116,7 @@ PROGRAMS = {
         context, answer = generator.generate(request(), arguments(100_000))
         next(iter(answer))
         context.stop()
-        time.sleep(6)
+        time.sleep(5)
         assert tokens(generator) == 4
         generator.stop_and_join()
     """,
@@ -175,9 +174,6 @@ def test_a_healthy_program_comes_to_its_end(line, tiny, tmp_path, program, shim)
         + "\nprint('CAME TO ITS END', flush=True)\nos._exit(0)\n"
     )
     environ = clean_environ(**SHORT, PYTHONPATH=str(REPO), MLX_SHIM="1" if shim else "0")
-    child = subprocess.run(
-        [python_of(line), str(path), str(tiny), str(free_port())], env=environ, capture_output=True, text=True,
-        check=False, timeout=120,
-    )  # fmt: skip
-    assert "CAME TO ITS END" in child.stdout, f"status {child.returncode}: {child.stderr[-3000:]}"
-    assert child.returncode == os.EX_OK
+    status, text = run_program(line, path, str(tiny), str(free_port()), environ=environ)
+    assert "CAME TO ITS END" in text, f"status {status}: {text[-3000:]}"
+    assert status == os.EX_OK

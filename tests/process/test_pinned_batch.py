@@ -75,6 +75,9 @@ def run(line, model, **environ):
     return json.loads(child.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
+@pytest.mark.guard("pinned_batch")
+@pytest.mark.control("pinned_batch")
 @pytest.mark.parametrize("line", LINES)
 def test_accounted_equals_held(line, tmp_path):
     model = tiny_model.make(tmp_path / "model")

@@ -114,6 +114,7 @@ def of(figures, at):
     return [f for f in figures if f["at"] == at]
 
 
+@pytest.mark.guard("overfull_prompt_cache", "leftover_cache", "unreturned_weights")
 def test_within_its_bytes_and_gone_with_its_model(line, first, tmp_path):
     with Metered(line, first, tmp_path / "log") as server:
         phases, cached = drive(server, tmp_path)
@@ -142,6 +143,7 @@ def test_within_its_bytes_and_gone_with_its_model(line, first, tmp_path):
         assert of(phases[name], "insert"), "entries of this one are kept"
 
 
+@pytest.mark.control("overfull_prompt_cache", "leftover_cache", "unreturned_weights")
 def test_control_stock_exceeds_and_keeps(line, first, tmp_path):
     with Metered(line, first, tmp_path / "log", **OFF) as server:
         phases, _ = drive(server, tmp_path)

@@ -6,6 +6,8 @@ import json
 import subprocess
 import textwrap
 
+import pytest
+
 from kit.harness import REPO, Inconclusive, clean_environ, python_of
 
 # Tries of few different tokens, so that prefixes, forks and ties are common; entries come and go as in the prompt cache.
@@ -64,6 +66,7 @@ def run(line, script, *arguments, **environ):
     return json.loads(child.stdout.splitlines()[-1])
 
 
+@pytest.mark.guard("quadratic_search")
 def test_it_finds_what_stock_finds(line):
     searches, longer, ties = run(line, EQUIVALENCE, "1", MLX_SHIM_QUADRATIC_SEARCH="0")
     print(
@@ -74,6 +77,8 @@ def test_it_finds_what_stock_finds(line):
     assert ties > 300
 
 
+@pytest.mark.guard("quadratic_search")
+@pytest.mark.control("quadratic_search")
 def test_a_deep_entry_costs_no_time(line):
     """Linear, and no recursion. Stock spends as long on a fraction of it, or longer."""
     seconds, rest = run(line, DEEP, "300000")

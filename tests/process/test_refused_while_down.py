@@ -46,6 +46,7 @@ def answer_of(connection: socket.socket) -> http.client.HTTPResponse:
     return answer
 
 
+@pytest.mark.guard("refused_while_down")
 def test_who_connects_while_it_is_down_is_answered_by_the_next(line, tiny, tmp_path, held):
     port = held.getsockname()[1]
     with serving_on(held, line, tiny, tmp_path / "first", port=port) as first:
@@ -72,6 +73,7 @@ def test_who_connects_while_it_is_down_is_answered_by_the_next(line, tiny, tmp_p
             assert f"Starting httpd at 127.0.0.1 on port {port}" in second.text()
 
 
+@pytest.mark.control("refused_while_down")
 def test_control_without_the_guard_the_port_is_taken(line, tiny, tmp_path, held):
     environ = {"MLX_SHIM_REFUSED_WHILE_DOWN": "0"}
     with serving_on(
@@ -93,6 +95,7 @@ main()
 """
 
 
+@pytest.mark.guard("refused_while_down")
 def test_who_has_been_let_in_is_answered_and_nobody_else_is_let_in(tiny, tmp_path, held):
     """While a dying process reports: the hook that prints takes until the test has asked."""
     program = tmp_path / "program.py"
@@ -123,7 +126,7 @@ PATIENT = """
 import sys, threading
 from mlx_lm.server import main
 fatal = next(module for name, module in sys.modules.items() if name.endswith("shim.engine.fatal"))
-fatal.LET_IN = 20.0  # the test may be slow to ask
+fatal.ACCEPTED_GRACE = 20.0  # the test may be slow to ask
 def tell():
     while not fatal.begun(1):
         pass
@@ -133,6 +136,8 @@ main()
 """
 
 
+@pytest.mark.guard("refused_while_down", "abrupt_stop")
+@pytest.mark.control("abrupt_stop")
 @pytest.mark.parametrize("drains", ["1", "0"])
 def test_who_was_let_in_as_an_orderly_end_began_is_told(drains, tiny, tmp_path, held):
     """Connections that had not asked yet. No successor can answer them; without a handler of SIGTERM they are cut."""
@@ -174,6 +179,7 @@ def answered(connection):
         return False
 
 
+@pytest.mark.guard("refused_while_down")
 def test_a_unix_socket(tiny, tmp_path):
     with socket.socket(socket.AF_UNIX) as held:
         held.bind(str(tmp_path / "socket"))
@@ -195,6 +201,7 @@ def test_a_unix_socket(tiny, tmp_path):
             assert "unix - - [" in server.text()
 
 
+@pytest.mark.guard("refused_while_down")
 def test_a_socket_that_cannot_be_used_is_78(line, tiny, tmp_path):
     with (
         socket.socket(type=socket.SOCK_DGRAM) as held,

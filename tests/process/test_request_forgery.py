@@ -82,6 +82,7 @@ def downloaded(model, home):
     return home
 
 
+@pytest.mark.guard("request_forgery")
 def test_nothing_inside_is_contacted(tiny, sees, tmp_path):
     home = downloaded(sees, tmp_path / "home")
     with Listener() as inside, serve(tiny, tmp_path, HF_HOME=str(home)) as server:
@@ -174,6 +175,7 @@ def test_nothing_inside_is_contacted(tiny, sees, tmp_path):
         )
 
 
+@pytest.mark.control("request_forgery")
 def test_control_stock_contacts_its_own_machine_for_a_model_that_takes_text_only(tiny, tmp_path):
     with Listener() as inside, serve(tiny, tmp_path, MLX_SHIM_REQUEST_FORGERY="0") as server:
         server.ready().post(image(inside.url()), CHAT)
@@ -181,6 +183,7 @@ def test_control_stock_contacts_its_own_machine_for_a_model_that_takes_text_only
             raise Inconclusive("stock contacted nobody")
 
 
+@pytest.mark.guard("request_forgery")
 def test_a_fetched_image_is_what_stock_makes_of_it(sees, tmp_path):
     replies = {
         "/a": whole(b"\x10\x80\xf0."),
@@ -213,6 +216,7 @@ def test_a_fetched_image_is_what_stock_makes_of_it(sees, tmp_path):
         assert listener.connections == 0
 
 
+@pytest.mark.guard("request_forgery")
 def test_the_line_that_fetches_nothing(tiny, tmp_path):
     with Listener() as inside, serve(tiny, tmp_path, line="0.31.3") as server:
         status, answer = server.ready().post(image(inside.url()), CHAT)

@@ -23,6 +23,8 @@ def usage(answer):
     return answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]
 
 
+@pytest.mark.guard("unlimited_tokens")
+@pytest.mark.control("unlimited_tokens")
 def test_tokens(line, faulty, tmp_path):
     """The tiny model's tokens are bytes. Served in the batch and, with a seed, alone."""
     model = faulty(kind="none")
@@ -64,6 +66,7 @@ def test_tokens(line, faulty, tmp_path):
             raise Inconclusive(f"stock limits it by itself: {answer}")
 
 
+@pytest.mark.guard("unlimited_tokens")
 def test_a_prompt_that_fills_the_context_has_no_room(tiny, tmp_path):
     with Server(NEWEST, tiny, tmp_path / "log", environ={"MLX_SHIM_MAX_CONTEXT": "50"}) as server:
         status, answer = server.ready().post({"prompt": "p" * 50})
@@ -82,6 +85,7 @@ class Model(llama.Model):
 """
 
 
+@pytest.mark.guard("unlimited_tokens")
 @pytest.mark.parametrize("alone", [{}, {"seed": 1}], ids=["batch", "alone"])
 def test_a_rotating_cache(line, alone, tmp_path):
     """With a window of 64 tokens the model sees something else in a long text, and the same in a short one."""
@@ -103,6 +107,7 @@ def test_a_rotating_cache(line, alone, tmp_path):
     assert said["0"][1] != said["64"][1]
 
 
+@pytest.mark.guard("unlimited_tokens")
 def test_where_a_rotating_cache_is_vain_that_is_said(tiny, tmp_path):
     with Server(NEWEST, tiny, tmp_path / "log", environ={"MLX_SHIM_MAX_KV_SIZE": "64"}) as server:
         server.ready()
@@ -112,6 +117,7 @@ def test_where_a_rotating_cache_is_vain_that_is_said(tiny, tmp_path):
         )
 
 
+@pytest.mark.guard("unlimited_tokens")
 def test_a_rotating_cache_is_not_for_draft_models(tmp_path):
     model = tiny_model.make(tmp_path / "model", model_file="model.py")
     (model / "model.py").write_text(NO_CACHES_OF_ITS_OWN)
@@ -128,6 +134,7 @@ def test_a_rotating_cache_is_not_for_draft_models(tmp_path):
         assert any("does nothing with --kv-bits or a draft model" in x for x in server.shim_lines())
 
 
+@pytest.mark.guard("unbounded_body")
 def test_the_size_of_a_body(line, tiny, tmp_path):
     with Server(line, tiny, tmp_path / "log", environ={"MLX_SHIM_MAX_BODY": "100K"}) as server:
         server.ready()
@@ -157,6 +164,7 @@ def half_closed(server, data):
 NO_CHECK = {"MLX_SHIM_UNBOUNDED_BODY": "0", "MLX_SHIM_BAD_REQUEST": "0"}
 
 
+@pytest.mark.control("unbounded_body")
 def test_stock_reads_a_body_of_any_size_and_waits_at_a_negative_length(line, tiny, tmp_path):
     with Server(line, tiny, tmp_path / "log", environ=NO_CHECK) as server:
         server.ready()
@@ -167,6 +175,8 @@ def test_stock_reads_a_body_of_any_size_and_waits_at_a_negative_length(line, tin
             raise Inconclusive(f"stock answers {status} to 70 MB")
 
 
+@pytest.mark.guard("unlimited_queue")
+@pytest.mark.control("unlimited_queue")
 def test_requests_in_flight(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.03)
     environ = {"MLX_SHIM_MAX_INFLIGHT": "3"}

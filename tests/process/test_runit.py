@@ -58,7 +58,7 @@ class Runit(Kept):
 
 
 def script(port, model, environ):
-    text = recipe("#!/bin/sh")
+    text = recipe("#!/bin/sh", "other-supervisors.md")
     for name, here in {
         "/path/to/mlx-lm-shim": str(REPO), "/path/to/venv/bin/python": python_of(NEWEST), "8080": str(port),
         "/path/to/model": f"{model.path} {' '.join(model.args)}",
@@ -69,6 +69,8 @@ def script(port, model, environ):
     return text.replace("exec /", f"{exports}exec /")
 
 
+@pytest.mark.slow
+@pytest.mark.guard("generation_death", "stall", "grown_process", "abrupt_stop")
 @pytest.mark.usefixtures("killable")
 def test_whatever_its_status_it_comes_back_until_it_is_told_to_stay_down(faulty, tmp_path):
     """A recycle (75), a stall and a death (70), and a stop that lets a stream finish (0)."""
@@ -107,6 +109,7 @@ def test_whatever_its_status_it_comes_back_until_it_is_told_to_stay_down(faulty,
         assert server.health()["status"] == "down"
 
 
+@pytest.mark.guard("crash_loop")
 def test_boot_failures_are_slowed_down_and_a_wait_is_no_obstacle_to_a_stop(faulty, tmp_path):
     model = faulty(kind=RAISES)
     config = json.loads((model.path / "config.json").read_text())

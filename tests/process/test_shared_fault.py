@@ -78,6 +78,8 @@ def beside(server, expected, name, victim):
     return given
 
 
+@pytest.mark.slow
+@pytest.mark.guard("shared_fault")
 def test_the_fault_of_one_is_its_own(line, padded, tmp_path):
     with Server(line, padded.path, tmp_path / "log", args=padded.args) as server:
         server.ready()
@@ -180,6 +182,7 @@ CONTROLS = [
 ]
 
 
+@pytest.mark.control("shared_fault")
 @pytest.mark.parametrize(("line", "where", "body"), CONTROLS)
 def test_control_stock_dies_of_it(line, padded, tmp_path, where, body):
     with Server(line, padded.path, tmp_path / "log", args=padded.args, environ=OFF) as server:

@@ -36,6 +36,8 @@ def trickle(s, start, byte):
     return False
 
 
+@pytest.mark.guard("slow_client")
+@pytest.mark.control("slow_client")
 @pytest.mark.parametrize(
     "environ", [{"MLX_SHIM_READ_TIMEOUT": "2s"}, {"MLX_SHIM_SLOW_CLIENT": "0"}], ids=["on", "off"]
 )
@@ -98,6 +100,7 @@ def ended(s, data):
         return read_all(s)
 
 
+@pytest.mark.guard("slow_client")
 def test_three_hundred_slow_clients_go_and_others_are_served(tiny, tmp_path):
     """Slowloris."""
     with Server(NEWEST, tiny, tmp_path / "log", environ={"MLX_SHIM_READ_TIMEOUT": "3s"}) as server:
@@ -123,6 +126,7 @@ def threads(pid):
     return next(int(x.split()[1]) for x in status if x.startswith("Threads:"))
 
 
+@pytest.mark.guard("slow_client")
 def test_a_client_that_is_gone_at_once_leaves_nothing(tiny, tmp_path):
     with Server(NEWEST, tiny, tmp_path / "log") as server:
         server.ready()

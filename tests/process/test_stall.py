@@ -23,6 +23,7 @@ def fatal_line(server):
     return said
 
 
+@pytest.mark.guard("generation_death")
 def test_a_death_with_streams_open_and_requests_queued(line, faulty, tmp_path):
     model = faulty(kind="RuntimeError", delay=0.03)
     environ = {"MLX_SHIM_REPORT_DIR": str(tmp_path / "reports"), **PATIENT}
@@ -82,6 +83,7 @@ def check_report(folder, secret):
     )
 
 
+@pytest.mark.control("generation_death")
 def test_control_stock_cuts_streams_without_a_word_or_hangs(line, faulty, tmp_path):
     model = faulty(kind="RuntimeError", delay=0.03)
     with Server(
@@ -96,6 +98,8 @@ def test_control_stock_cuts_streams_without_a_word_or_hangs(line, faulty, tmp_pa
             raise Inconclusive(f"stock told its client: {stream.lines[-2:]}")
 
 
+@pytest.mark.guard("stall")
+@pytest.mark.control("stall")
 def test_a_forward_that_sleeps_for_ever_is_a_stall(line, tmp_path):
     """Blocked in native code at 0 % CPU. Beside one without the guard, the control, which is blocked for longer."""
     model, other = (FaultyModel(tmp_path / name, kind="sleep") for name in ("faulty", "other"))
@@ -124,6 +128,7 @@ def test_a_forward_that_sleeps_for_ever_is_a_stall(line, tmp_path):
         expect_zombie(control)
 
 
+@pytest.mark.guard("stall")
 def test_a_prefill_that_never_ends_is_a_stall(line, faulty, tmp_path):
     model = faulty(kind="sleep")
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=SHORT) as server:
@@ -140,6 +145,7 @@ def test_a_prefill_that_never_ends_is_a_stall(line, faulty, tmp_path):
             assert error_of(stream)["code"] == "engine_stalled"
 
 
+@pytest.mark.guard("stall")
 def test_a_wedged_engine_is_found_though_clients_give_up_sooner(line, faulty, tmp_path):
     model = faulty(kind="sleep")
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=SHORT) as server:
@@ -155,6 +161,7 @@ def test_a_wedged_engine_is_found_though_clients_give_up_sooner(line, faulty, tm
         assert "stalled: request" in fatal_line(server)
 
 
+@pytest.mark.guard("endless_wait")
 def test_sigint_leaves_nobody_without_a_word(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.05)
     environ = {
@@ -191,6 +198,7 @@ def test_a_report_does_not_quote_a_request(line, tiny, tmp_path):
         assert json.loads(report.read_text())["exception"].startswith("SystemExit: [withheld")
 
 
+@pytest.mark.guard("stall", "untruthful_health")
 def test_dump_reports_once_an_episode_and_lives(line, faulty, tmp_path):
     model = faulty(kind="sleep_while_triggered")
     environ = SHORT | {"MLX_SHIM_ON_STALL": "dump"}
@@ -233,6 +241,8 @@ LIVELOCK = """
 """
 
 
+@pytest.mark.guard("stall")
+@pytest.mark.control("stall")
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_livelock_that_starves_one_request(line, faulty, tmp_path, guarded):
     """The loop steps, prompts of others report progress and get their tokens, and one request gets nothing."""

@@ -71,6 +71,7 @@ class Supervised(Kept):
         assert wait_until(self.log.exists, 30)
 
 
+@pytest.mark.guard("generation_death")
 @pytest.mark.parametrize("deaths", [2])
 def test_supervisord_restarts_it_and_the_next_request_is_answered(line, tiny, tmp_path, deaths):
     with Supervised(line, tiny, tmp_path / "supervised") as server:
@@ -91,6 +92,7 @@ def answers(server):
         return False
 
 
+@pytest.mark.control("generation_death")
 def test_control_stock_is_never_restarted(line, tiny, tmp_path):
     with Supervised(line, tiny, tmp_path / "supervised", switch="0") as server:
         server.ready().send_and_leave(KILLER)

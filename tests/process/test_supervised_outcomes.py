@@ -57,6 +57,7 @@ class Supervised(headline.Supervised):
             return {"status": "down"}
 
 
+@pytest.mark.guard("grown_process", "abrupt_stop")
 def test_recycle_and_drain(faulty, tmp_path):
     """75 is started again; a stop by supervisorctl lets a stream finish, and is the end."""
     model = faulty(kind=RAISES, delay=0.02)
@@ -79,6 +80,7 @@ def test_recycle_and_drain(faulty, tmp_path):
         assert server.health()["status"] == "down"
 
 
+@pytest.mark.guard("crash_loop")
 @pytest.mark.parametrize("fault", ["boot", "kill"])
 def test_deaths_in_a_row_are_slowed_down(fault, faulty, tmp_path):
     """A model that cannot be loaded (78), and SIGKILL: started again, and after the second the start waits."""

@@ -40,6 +40,8 @@ def refusals(server):
     }
 
 
+@pytest.mark.guard("unaffordable_prompt")
+@pytest.mark.control("unaffordable_prompt")
 def test_400_with_what_would_fit_and_503_beside_others(line, big, tmp_path):
     with Server(line, big, tmp_path / "stock", environ={"MLX_SHIM": "0"}) as server:
         base = warm(server)

@@ -44,6 +44,7 @@ def systemd(tmp_path):
     made.socket.close()
 
 
+@pytest.mark.guard("unseen_by_systemd")
 def test_from_the_load_to_the_stop(line, faulty, tmp_path, systemd):
     model = faulty(kind="none", load_delay=60, delay=0.02)
     with Server(
@@ -74,6 +75,7 @@ def test_from_the_load_to_the_stop(line, faulty, tmp_path, systemd):
         ]
 
 
+@pytest.mark.guard("unseen_by_systemd")
 def test_signs_of_life_cease_with_deliveries(faulty, tmp_path):
     name = f"@mlx-lm-shim-test-{time.monotonic_ns()}"
     systemd = Systemd(name)
@@ -101,6 +103,8 @@ def test_signs_of_life_cease_with_deliveries(faulty, tmp_path):
     systemd.socket.close()
 
 
+@pytest.mark.guard("unseen_by_systemd")
+@pytest.mark.control("unseen_by_systemd")
 def test_without_a_model_it_is_ready_when_it_listens_and_control(tmp_path, systemd):
     with Server(NEWEST, None, tmp_path / "log", environ=systemd.environ):
         assert systemd.hears("READY=1")

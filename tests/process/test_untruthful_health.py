@@ -6,12 +6,15 @@ import signal
 import socket
 import time
 
+import pytest
+
 from kit.harness import Inconclusive, Server, wait_until
 from kit.streams import Stream
 
 OFF = {"MLX_SHIM_UNTRUTHFUL_HEALTH": "0"}
 
 
+@pytest.mark.guard("untruthful_health")
 def test_what_it_says_when_all_is_well(line, tiny, tmp_path):
     with Server(line, tiny, tmp_path / "log") as server:
         stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 3000})
@@ -31,6 +34,7 @@ def test_what_it_says_when_all_is_well(line, tiny, tmp_path):
         )
 
 
+@pytest.mark.guard("untruthful_health")
 def test_an_http_0_9_client(line, tiny, tmp_path):
     with Server(line, tiny, tmp_path / "log") as server:
         server.ready()
@@ -39,6 +43,7 @@ def test_an_http_0_9_client(line, tiny, tmp_path):
             assert s.recv(10_000).startswith(b'{"status": "ok"')
 
 
+@pytest.mark.guard("untruthful_health")
 def test_draining(line, faulty, tmp_path):
     """SIGINT while a request is served alone: stock waits for it, and says ok meanwhile."""
     model = faulty(kind="none", delay=0.05)
@@ -56,6 +61,7 @@ def test_draining(line, faulty, tmp_path):
         assert b"draining" in answer.read()
 
 
+@pytest.mark.control("untruthful_health")
 def test_control_stock_says_ok_while_the_model_loads(line, faulty, tmp_path):
     model = faulty(kind="none", load_delay=10)
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=OFF) as server:

@@ -11,7 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from kit.harness import KILLER, NEWEST, REPO, VENVS, Server, clean_environ, expect_zombie, python_of
+from kit.harness import (
+    KILLER,
+    LINES,
+    NEWEST,
+    REPO,
+    VENVS,
+    Server,
+    clean_environ,
+    expect_zombie,
+    python_of,
+)
 
 pytestmark = pytest.mark.usefixtures("killable")
 
@@ -35,7 +45,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_in_is_guarded(line, tiny, tmp_path, way):
-    with Server(line, tiny, tmp_path / "log", entry=WAYS[way](line)) as server:
+    with Server(line, tiny, tmp_path / "log", entry=WAYS[way](line), fresh=True) as server:
         server.ready()
         assert sum("guards: " in x for x in server.shim_lines()) == 1
         assert server.text().count("is deprecated") == (
@@ -125,7 +135,7 @@ def test_a_program_with_a_module_shim_of_its_own(line, tiny, tmp_path):
     (tmp_path / "shim.py").write_text("MINE = True\n")
     program = tmp_path / "program.py"
     program.write_text("from mlx_lm.server import main\nimport shim\nassert shim.MINE\nmain()\n")
-    with Server(line, tiny, tmp_path / "log", entry=(str(program),)) as server:
+    with Server(line, tiny, tmp_path / "log", entry=(str(program),), fresh=True) as server:
         server.ready().send_and_leave(KILLER)
         assert server.wait_exit(30) == 70
 
@@ -165,14 +175,20 @@ WRAPTS = {
 }
 
 
-@pytest.mark.parametrize("case", WRAPTS)
-@pytest.mark.parametrize(
-    "entry", [("-m", "mlx_lm.server"), ("-m", "mlx_lm", "server")], ids=["module", "cli"]
-)
+ENTRIES = {"module": ("-m", "mlx_lm.server"), "cli": ("-m", "mlx_lm", "server")}
+# Each case once, and the first of them, the likeliest, in each way on each line.
+WITHOUT_WRAPT = [("missing", entry, line) for entry in ENTRIES for line in LINES] + [
+    (case, tuple(ENTRIES)[n % 2], LINES[n // 2 % 2]) for n, case in enumerate(list(WRAPTS)[1:])
+]
+
+
+@pytest.mark.parametrize(("case", "entry", "line"), WITHOUT_WRAPT)
 def test_without_a_usable_wrapt_deaths_are_still_guarded(line, tiny, tmp_path, case, entry):
     make, complaint = WRAPTS[case]
     environ = {"PYTHONPATH": f"{REPO}{os.pathsep}{make(tmp_path)}"}
-    with Server(line, tiny, tmp_path / "log", environ=environ, entry=entry) as server:
+    with Server(
+        line, tiny, tmp_path / "log", environ=environ, entry=ENTRIES[entry], fresh=True
+    ) as server:
         server.ready()
         (said,) = [x for x in server.shim_lines() if complaint in x]
         assert "install wrapt" in said
@@ -286,7 +302,5 @@ def test_importable_names_of_the_folder():
     names = {p.stem for p in Path(REPO).iterdir() if p.suffix == ".py"}
     names |= {p.name for p in Path(REPO).iterdir() if (p / "__init__.py").exists()}
     assert names == {"sitecustomize", "shim"}
-    assert not list((REPO / "tests").rglob("__init__.py")), (
-        "tests/ must not be importable as a package"
-    )
+    assert not (REPO / "tests" / "__init__.py").exists(), "nor are the tests a package"
     assert sys.version_info >= (3, 11)

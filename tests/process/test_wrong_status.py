@@ -13,6 +13,7 @@ OFF = ALONE | {"MLX_SHIM_WRONG_STATUS": "0"}
 NO_ROLE = {"messages": [{"content": "no role"}]}
 
 
+@pytest.mark.guard("wrong_status")
 def test_bad_input_is_400_and_a_missing_model_404(line, tiny, tmp_path):
     with Server(line, tiny, tmp_path / "log", environ=ALONE) as server:
         server.ready()
@@ -33,6 +34,7 @@ def test_bad_input_is_400_and_a_missing_model_404(line, tiny, tmp_path):
         assert server.post({"prompt": "x", "max_tokens": 2})[0] == 200
 
 
+@pytest.mark.control("wrong_status")
 def test_control_stock_says_404_to_a_bad_request(line, tiny, tmp_path):
     with Server(line, tiny, tmp_path / "log", environ=OFF) as server:
         status, answer = server.ready().post(NO_ROLE, "/v1/chat/completions")
@@ -40,6 +42,8 @@ def test_control_stock_says_404_to_a_bad_request(line, tiny, tmp_path):
             raise Inconclusive(f"stock answered {status} {answer}")
 
 
+@pytest.mark.guard("wrong_status")
+@pytest.mark.control("wrong_status")
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_failure_in_the_middle(line, faulty, tmp_path, guarded):
     """Alone in the loop an exception is that request's own: an SSE event or a 500, the traceback in the log."""
@@ -67,6 +71,7 @@ def test_a_failure_in_the_middle(line, faulty, tmp_path, guarded):
         assert server.post({"prompt": "x", "max_tokens": 2})[0] == 200
 
 
+@pytest.mark.guard("wrong_status")
 def test_what_stock_answers_well_is_left_alone(line, tiny, tmp_path):
     """Byte for byte, dates and ids apart."""
     bodies = [

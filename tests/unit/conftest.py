@@ -1,4 +1,4 @@
-"""An engine of its own for each test, and requests in it; names and addresses for what fetches images; `python -m shim`."""
+"""A fresh engine for each test, and requests in it; names and addresses; `python -m shim`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from shim.engine import drain, facts, queues
 from shim.engine import state as engine_module
 from shim.engine.state import Engine
 from shim.guards import exhausted_memory, stall
+from shim.guards.exhausted_memory import hard as hard_module
+from shim.guards.exhausted_memory import limit, trim
+from shim.guards.exhausted_memory import soft as soft_module
 from shim.guards.request_forgery import image_fetch
 
 _MIB = 2**20
@@ -38,7 +41,8 @@ def engine(monkeypatch):
         monkeypatch.setattr(module, "engine", fresh)
     monkeypatch.setattr(queues, "checks", [])
     monkeypatch.setattr(queues, "admissions", [])
-    for fact in facts.known.values():  # every fact can be seen
+    # Every fact can be seen.
+    for fact in facts.known.values():
         monkeypatch.setattr(fact, "lost", None)
     monkeypatch.setattr(stall, "_suspects", {})
     monkeypatch.setattr(stall, "_paused", 0.0)
@@ -47,7 +51,7 @@ def engine(monkeypatch):
 
 @pytest.fixture
 def request_(engine):
-    """Open a request: its entry and its queue."""
+    """Open a request. Returns its entry and its queue."""
 
     def make():
         entry = engine.open((object(),), object())
@@ -68,7 +72,7 @@ def context():
 
 @pytest.fixture
 def in_decode(request_):
-    """Open a request and bring it past its prompt: its entry and its queue."""
+    """Open a request and bring it past its prompt. Returns its entry and its queue."""
 
     def make():
         entry, responses = request_()
@@ -82,7 +86,7 @@ def in_decode(request_):
 
 @pytest.fixture
 def names(monkeypatch):
-    """{name: one list of addresses for each time it is asked, the last for ever}; and small limits."""
+    """{name: a list of addresses for each look-up, then the last again}; and small limits."""
     stock = socket.getaddrinfo
     told: dict[str, list[list]] = {}
 
@@ -109,21 +113,21 @@ def names(monkeypatch):
 
 
 def sockaddr(address, port):
-    """An address may name a port of its own, "127.0.0.1@80": as if it were another machine."""
+    """An address may name another port, "127.0.0.1@80", which then stands for another machine."""
     address, _, own = address.partition("@")
     return (address, int(own or port), 0, 0) if ":" in address else (address, int(own or port))
 
 
 @pytest.fixture
 def one_public(monkeypatch, names):
-    """127.0.0.1 counts as a public address, and no other: what a public server does can then be tried."""
+    """Only 127.0.0.1 counts as a public address, so that a test can play a public server."""
     monkeypatch.setattr(image_fetch, "is_public", lambda address: address == "127.0.0.1")
     monkeypatch.setattr(image_fetch, "_is_own", lambda *_: False)
 
 
 @pytest.fixture
 def lines(monkeypatch):
-    """What is said, without the prefix."""
+    """The lines that the shim says, without the prefix."""
     said: list[str] = []
     monkeypatch.setattr(report, "line", said.append)
     monkeypatch.setattr(report, "_said", set())
@@ -139,7 +143,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def shim(capsys, monkeypatch):
-    """Run `python -m shim UNIT ARGUMENTS` in this process, without settings of this shell: (status, stdout, stderr)."""
+    """Run `python -m shim UNIT ARGUMENTS` in this process, without the settings of this shell.
+
+    Returns (status, stdout, stderr).
+    """
     for name in list(os.environ):
         if name.startswith(("MLX_SHIM", "HF_")):
             monkeypatch.delenv(name)
@@ -157,8 +164,12 @@ def shim(capsys, monkeypatch):
 
 @pytest.fixture
 def guard(engine, lines, monkeypatch):
-    """A guard with soft 800 and hard 1000 MiB. `look(mib)` has it look a second later; `.orders` are those to the drain."""
-    monkeypatch.setattr(exhausted_memory, "engine", engine)
+    """A guard with soft 800 and hard 1000 MiB.
+
+    `look(mib)` makes it look a second later. `.orders` are its orders to the drain.
+    """
+    for module in (exhausted_memory, soft_module, hard_module, limit, trim):
+        monkeypatch.setattr(module, "engine", engine)
     clock, orders, critical = [1000.0], [], [False]
     monkeypatch.setattr(exhausted_memory, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(memory, "give_back", lambda: None)

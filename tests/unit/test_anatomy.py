@@ -1,4 +1,4 @@
-"""A generator's parts are found by what they are."""
+"""The shim finds the parts of a generator by what they are, not by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shim.engine import anatomy
 
 
 class Generator:
-    """As a future release might have it: every name is another."""
+    """A generator as in a future release: every name is different."""
 
     __module__ = "mlx_lm.serving"
 

@@ -1,4 +1,4 @@
-"""An HTTP thread that answers: it is counted, its bytes are seen where they have to be, and it tells what it is told."""
+"""An HTTP thread that answers: the shim counts it, sees its bytes, and has it pass on errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shim.engine import answering, facts
 
 
 class Handler:
-    """What the shim asks of a handler."""
+    """The parts of a handler that the shim uses."""
 
     stream = False
     command = "POST"
@@ -28,7 +28,7 @@ class Handler:
     send_header = BaseHTTPRequestHandler.send_header
 
     def send_response(self, status):
-        answering._responded(self, (status,), {}, None)
+        answering._note_status(self, (status,), {}, None)
         self._headers_buffer.append(f"HTTP/1.0 {status}\r\n".encode())
 
     def _set_cors_headers(self):
@@ -50,7 +50,8 @@ def test_what_a_waiter_is_told_becomes_the_status_where_nothing_has_gone_out(eng
     raw = handler.wfile
 
     def waits(handler):
-        handler._headers_buffer.append(b"HTTP/1.0 200 OK\r\n")  # queued by stock, and not sent
+        # Stock has queued it, and not sent it.
+        handler._headers_buffer.append(b"HTTP/1.0 200 OK\r\n")
         raise errors.engine_dead()
 
     post(handler, waits)
@@ -76,11 +77,12 @@ def test_in_the_middle_of_a_stream_it_is_an_event(handler):
 
 
 def test_wrong_status_has_it_where_it_is_active(engine, handler, monkeypatch):
-    engine.deliveries = 1  # they can be seen
+    # Deliveries can be seen.
+    engine.deliveries = 1
     monkeypatch.setattr(report, "states", {"wrong_status": report.State("active")})
 
     def raises(handler):
-        assert isinstance(handler.wfile, io.BytesIO), "no byte is looked at"
+        assert isinstance(handler.wfile, io.BytesIO), "the shim looks at no byte"
         raise errors.engine_dead()
 
     with pytest.raises(errors.ShimError):
@@ -104,7 +106,7 @@ def test_the_whole_request_counts_where_its_answer_cannot_be_told(engine, handle
 def test_the_handler_is_found_by_its_kind(monkeypatch):
     module = types.SimpleNamespace(Other=type("Other", (BaseHTTPRequestHandler,), {}))
     assert answering.name_in(module) == "APIHandler", (
-        "a class of another program is none of the server's"
+        "the class of another program is not the server's"
     )
     monkeypatch.setattr(answering.anatomy, "is_of_mlx_lm", lambda file: True)
     assert answering.name_in(module) == "Other"

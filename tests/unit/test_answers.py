@@ -1,4 +1,4 @@
-"""The headers of an answer wait for its body, and go out with the first of it in one piece."""
+"""The headers of an answer wait for its body, and go out with its first part in one write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def held():
 
 
 def test_a_whole_answer_is_one_write():
-    """Two, and a process that ends between them leaves its client with half an answer, which no proxy can ask for again."""
+    """With two, a process that ends between them leaves half an answer, which no proxy retries."""
     out, sent = held()
     out.write(HEADERS)
     assert sent == []

@@ -1,4 +1,4 @@
-"""What a machine has left beside a model, and what a token of the model takes before it is loaded."""
+"""How much memory a model leaves, and how much a token takes, told before the model is loaded."""
 
 from __future__ import annotations
 
@@ -22,13 +22,27 @@ from shim.planning import budget, cache_cost, local_model
 
 GIB, MIB = 1 << 30, 1 << 20
 LLAMA_70B = {
-    "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "vocab_size": 128256,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128256,
+}
 GEMMA = {
-    "model_type": "gemma3_text", "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64, "vocab_size": 64,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 32, "sliding_window_pattern": 2,
-}  # fmt: skip
+    "model_type": "gemma3_text",
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "sliding_window": 32,
+    "sliding_window_pattern": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +102,7 @@ def test_layers_with_a_window():
 
 
 def filled(model, cost):
-    """A cache that 300 tokens went through costs the same."""
+    """A cache that has held 300 tokens tells the same cost."""
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([[1, 2, 3] * 100]), cache=cache), [layer.state for layer in cache])
     real = kv_cost.learn(cache)
@@ -111,7 +125,7 @@ def test_what_cannot_be_told_is_said(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(f"open({str(ran)!r}, 'w')\n")
     (tmp_path / "config.json").write_text('{"model_type": "llama", "model_file": "model.py"}')
     with pytest.raises(
-        cache_cost.NotKnown, match="it brings code of its own, which is not run here"
+        cache_cost.NotKnown, match="it brings code of its own, which the shim does not run"
     ):
         cache_cost.ask(tmp_path, "float16")
     assert not ran.exists()
@@ -128,19 +142,31 @@ def test_what_cannot_be_told_is_said(tmp_path, monkeypatch):
 def test_contexts_are_counted_below_the_limit_in_force(tmp_path, monkeypatch, capsys):
     """A token takes 2 layers * 2 heads * 64 * (key and value) * 2 bytes, 1 KiB."""
     config = {
-        "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 64,
-        "num_attention_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 40000,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "vocab_size": 64,
+        "num_attention_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 40000,
+    }
     model = weightless(tmp_path / "model", GIB, **config)
     monkeypatch.setenv("MLX_SHIM_MEMORY_HARD", f"{1024 + 33}M")
     monkeypatch.setenv("MLX_SHIM_WIRED", "bogus")
     memory_budget.show(str(model), 64 * GIB)
     told = " ".join(capsys.readouterr().out.split())
     for what in (
-        "weights 1.00 GiB, 2% of the memory", "MLX_SHIM_WIRED=stock in force", "soft none, hard 1.03 GiB in force",
-        "MLX_SHIM_MEMORY_SOFT=39731M MLX_SHIM_MEMORY_HARD=49408M a token's cache 1.0 KiB, bfloat16 room below hard 33.0 MiB",
-        "8k tokens 8.0 MiB each, 4 at a time", "32k tokens 32.0 MiB each, 1 at a time longest alone 33792 tokens",
-    ):  # fmt: skip
+        "weights 1.00 GiB, 2% of the memory",
+        "MLX_SHIM_WIRED=stock in force",
+        "soft none, hard 1.03 GiB in force",
+        (
+            "MLX_SHIM_MEMORY_SOFT=39731M MLX_SHIM_MEMORY_HARD=49408M a token's cache 1.0 KiB,"
+            " bfloat16 room below hard 33.0 MiB"
+        ),
+        "8k tokens 8.0 MiB each, 4 at a time",
+        "32k tokens 32.0 MiB each, 1 at a time longest alone 33792 tokens",
+    ):
         assert what in told, told
 
 
@@ -168,7 +194,7 @@ kv_cost.learn, cache_cost.MOST_MEMORY = learn, 1 << 25
 
 
 def test_a_model_that_computes_is_stopped(tmp_path, monkeypatch):
-    """It would take the memory of all its weights."""
+    """Otherwise it would take the memory of all its weights."""
     monkeypatch.chdir(REPO)
     monkeypatch.setattr(cache_cost, "_PROGRAM", COMPUTES + cache_cost._PROGRAM)
     (tmp_path / "config.json").write_text(json.dumps(families.FAMILIES["lfm2"]))
@@ -198,7 +224,8 @@ def test_a_folder_that_is_closed_is_no_model(tmp_path, monkeypatch):
     def closed(self):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.is_file", closed)  # for root no folder is closed
+    # A stand-in: for root no folder is closed.
+    monkeypatch.setattr("pathlib.Path.is_file", closed)
     with pytest.raises(local_model.NotHere, match="closed to this user"):
         local_model.find(str(tmp_path), {})
 
@@ -207,7 +234,7 @@ def test_what_its_weights_are(tmp_path):
     folder = weightless(tmp_path / "model", 4 * GIB, dtype="F16")
     assert local_model.size(folder) == 4 * GIB
     assert local_model.dtype(folder, {"torch_dtype": "bfloat16"}) == "float16", (
-        "the weights know better"
+        "the weights tell the type, not config.json"
     )
     (folder / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "model-2.safetensors"}}'

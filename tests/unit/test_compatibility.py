@@ -1,4 +1,4 @@
-"""docs/compatibility.md speaks of every release, in words that the shim and its bench know."""
+"""docs/compatibility.md has every release, in the words of the shim and its bench."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal of deaths and its state file, when the clock, the disk or a file is not as it should be."""
+"""The journal of deaths and its state file, when the clock, the disk or a file is wrong."""
 
 from __future__ import annotations
 
@@ -36,12 +36,16 @@ def clock():
 
 @pytest.fixture
 def start(engine, monkeypatch, tmp_path, clock, lines):
-    """A journal as a start makes it, and the seconds it waits; the one before is over, its lock released."""
+    """Make a journal like a start does. Returns it and the seconds it waits.
+
+    The journal before is over, and its lock released.
+    """
     monkeypatch.setattr(journal_module, "engine", engine)
     monkeypatch.setattr(crash_loop, "engine", engine)
     monkeypatch.setattr(settings, "current", settings.Settings(breaker=LIMIT))
     monkeypatch.setattr(journal_module, "JITTER", 0.0)
-    monkeypatch.setattr(journal_module, "TICK", 3600.0)  # the test looks itself
+    # The test looks itself.
+    monkeypatch.setattr(journal_module, "LOOK_INTERVAL", 3600.0)
     held: list[StateFile] = []
 
     def make():
@@ -76,17 +80,17 @@ def test_deaths_are_waited_for_once_each(start, clock):
     do(journal, journal.note_up)
     do(journal, journal.note_end, None)
     journal, seconds = start()
-    assert seconds == 0, "its deaths have been waited for, and an orderly stop is none"
+    assert seconds == 0, "the start has waited for its deaths, and an orderly stop is not one"
     do(journal, journal.note_loading)
     clock[0] += 5
     journal, seconds = start()
     assert seconds == 20, "it was killed"
     clock[0] += 8
     journal, seconds = start()
-    assert seconds == 12, "what is left of the wait that somebody cut short"
+    assert seconds == 12, "the rest of the wait that was cut short"
     do(journal, journal.note_end, None)
     clock[0] += 2
-    assert start()[1] == 10, "or stopped"
+    assert start()[1] == 10, "the same after an orderly stop"
 
 
 def test_a_wait_is_drawn_a_little_longer_but_not_beyond_the_longest(start, clock, monkeypatch):
@@ -95,10 +99,10 @@ def test_a_wait_is_drawn_a_little_longer_but_not_beyond_the_longest(start, clock
     die(start, 3)
     assert start()[1] == pytest.approx(11)
     clock[0] += 4
-    assert start()[1] == pytest.approx(7), "what is left, and not longer for being drawn again"
+    assert start()[1] == pytest.approx(7), "the rest, without another random part"
     die(start, 9)
-    assert start()[1] == pytest.approx(backoff.LONGEST)
-    assert start()[1] <= backoff.LONGEST
+    assert start()[1] == pytest.approx(backoff.LONGEST_WAIT)
+    assert start()[1] <= backoff.LONGEST_WAIT
 
 
 def test_what_is_drawn(start, monkeypatch):
@@ -108,9 +112,8 @@ def test_what_is_drawn(start, monkeypatch):
     for _ in range(20):
         journal, seconds = start()
         drawn.add(seconds)
-        journal.state = journal_module.replace(
-            journal.state, run=None
-        )  # so that none is what is left of the one before
+        # Without this, a wait would be the rest of the one before.
+        journal.state = journal_module.replace(journal.state, run=None)
         do(journal, journal.save)
     assert len(drawn) > 10
     assert all(10 <= seconds <= 11 for seconds in drawn)
@@ -134,7 +137,7 @@ def test_it_is_seen_once_a_minute_with_what_it_holds(start, clock, monkeypatch):
     clock[0] += 100
     do(journal, journal.look)
     assert journal._file.read().run.seen == NOW
-    journal._seen -= journal_module.SEEN
+    journal._seen -= journal_module.NOTE_INTERVAL
     do(journal, journal.look)
     assert journal._file.read().run.seen == NOW + 100
     assert journal._file.read().footprint == 5
@@ -145,7 +148,8 @@ def test_a_stop_under_way_is_noted_however_it_was_asked_for(start, engine, monke
     do(journal, journal.note_up)
     monkeypatch.setattr(type(engine), "stopping", True)
     do(journal, journal.look)
-    do(journal, journal.note_up)  # a load that went on meanwhile
+    # A load went on meanwhile.
+    do(journal, journal.note_up)
     assert journal._file.read().run is None
 
 
@@ -153,7 +157,8 @@ def test_a_stop_under_way_is_noted_however_it_was_asked_for(start, engine, monke
 def test_a_clock_that_jumps_costs_no_more_than_the_memory_of_deaths(start, clock, jump):
     die(start, 4)
     clock[0] += jump
-    assert start()[1] == 0  # and is over without a word: one death
+    # This run is over without a note, which is one death.
+    assert start()[1] == 0
     die(start, 2)
     assert start()[1] == 10
     clock[0] -= jump
@@ -231,7 +236,7 @@ def test_what_is_no_file(start, tmp_path, lines, make):
     journal, seconds = start()
     assert seconds == 0
     assert len(lines) == 1
-    assert "no regular file" in lines[0]
+    assert "not a regular file" in lines[0]
     assert journal._file.read().run.phase == LOADING
 
 
@@ -240,7 +245,8 @@ def test_what_cannot_be_replaced_is_said_once_and_in_nobodys_way(start, tmp_path
     folder = tmp_path / "state"
     (folder / name).mkdir(parents=True)
     (folder / name / "x").touch()
-    (folder / "name.aside").touch()  # in the way of a folder
+    # A folder cannot move here.
+    (folder / "name.aside").touch()
     journal, seconds = start()
     assert not seconds
     for _ in range(3):
@@ -271,7 +277,7 @@ def test_a_disk_that_fills_up_and_is_freed_again(start, monkeypatch, lines):
         monkeypatch.setattr(os, "write", broken)
         do(journal, journal.note_up)
     monkeypatch.setattr(os, "write", stock)
-    assert journal._file.read().run.phase == LOADING, "the last whole one"
+    assert journal._file.read().run.phase == LOADING, "the last whole note"
     assert all("deaths cannot be noted" in x and "space" in x for x in lines)
     do(journal, journal.note_end, 70)
     assert len(journal._file.read().deaths) == 1
@@ -283,7 +289,7 @@ def test_a_folder_that_never_answers(lines):
     before = time.monotonic()
     assert journal.post(journal.begin, 0.3) is None
     journal.post(lambda: journal.note_end(70), 60)
-    assert time.monotonic() - before < 30, "it is waited for once"
+    assert time.monotonic() - before < 30, "the journal waits for it once"
     assert lines == [
         "the folder of MLX_SHIM_STATE_DIR has not answered for 0.3 s: it is not waited for"
     ]

@@ -20,9 +20,9 @@ GIB = 2**30
 
 @pytest.fixture
 def machine(monkeypatch, engine, lines):
-    """A machine of 64 GiB whose free memory is as told, one figure a look, the last for ever."""
+    """A machine of 64 GiB with these figures of free memory: one for each look, then the last."""
     monkeypatch.setattr(crash_loop, "engine", engine)
-    monkeypatch.setattr(crash_loop, "POLL", 0.01)
+    monkeypatch.setattr(crash_loop, "WAIT_POLL", 0.01)
     monkeypatch.setattr(memory, "total", lambda: 64 * GIB)
     held = []
 
@@ -48,14 +48,14 @@ def test_it_waits_until_the_memory_is_free(machine, lines, engine):
         hold.reason
         == "the last run was killed, and of the 40.00 GiB that it took 10.00 GiB are free"
     )
-    assert loading == 1, "the clock rests"
+    assert loading == 1, "the clock stands still"
     assert engine.start_wait is None
     assert engine.loading == 0
     assert lines[-1] == "41.00 GiB are free: the wait is over"
 
 
 def test_and_no_longer_than_that(machine, lines, monkeypatch):
-    monkeypatch.setattr(crash_loop, "MEMORY_LIMIT", 0.2)
+    monkeypatch.setattr(crash_loop, "MEMORY_WAIT", 0.2)
     machine(10 * GIB)
     crash_loop.wait_for_memory(State(killed=True, footprint=40 * GIB))
     assert lines[-1] == "10.00 GiB are free, no more: the wait is over"
@@ -68,7 +68,8 @@ def test_and_no_longer_than_that(machine, lines, monkeypatch):
         (State(killed=True, model=GIB - 1), 1),
         (State(killed=True), 1),
         (State(killed=True, model=40 * GIB), 40 * GIB),
-        (State(killed=True, model=400 * GIB), 52 * GIB),  # more than there is: compressed
+        # More than the machine has: macOS had compressed it.
+        (State(killed=True, model=400 * GIB), 52 * GIB),
         (State(killed=True, model=40 * GIB), None),
     ],
 )
@@ -105,7 +106,10 @@ def test_what_the_machine_says():
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_a_stop_during_the_wait_ends_the_loop_that_comes_next(engine, monkeypatch, distributed):
-    """Else it takes a request that is queued, and loads the model for it. Several machines leave their loops together."""
+    """Otherwise it takes a queued request, and loads the model for it.
+
+    Several machines leave their loops together.
+    """
     monkeypatch.setattr(crash_loop, "engine", engine)
     engine.generator = types.SimpleNamespace(_stop=False, _is_distributed=distributed)
     loaded = []

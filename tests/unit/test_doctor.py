@@ -1,4 +1,4 @@
-"""What `python -m shim doctor` makes of the answers that a healthy installation does not give."""
+"""What `python -m shim doctor` does with answers that a healthy installation does not give."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ASKED = {
 @pytest.mark.parametrize("guard", ASKED)
 @pytest.mark.parametrize("kind", ["incompatible", "failed", "retired"])
 def test_what_a_setting_asks_for_and_no_guard_gives(guard, kind, monkeypatch, capsys):
-    """No server starts then, which MLX_SHIM_STRICT has nothing to do with."""
+    """No server starts then, whatever MLX_SHIM_STRICT is."""
     variable, value = ASKED[guard]
     monkeypatch.setattr(doctor, "_ask", lambda: found(**{guard: kind}))
     monkeypatch.setenv(variable, value)
@@ -55,7 +55,10 @@ def test_what_is_given_or_not_asked_for_is_no_fault(value, kind, monkeypatch, ca
         ("0.32.2", "mlx-lm 0.32.2 is one of the releases this shim was tried with"),
         (
             "0.33.0",
-            f"mlx-lm 0.33.0 has not been tried with this shim (tried: {', '.join(TRIED)}); the states below say",
+            (
+                f"mlx-lm 0.33.0 has not been tried with this shim (tried: {', '.join(TRIED)});"
+                " the states below say"
+            ),
         ),
         (doctor._ABSENT, None),
     ],

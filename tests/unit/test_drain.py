@@ -1,4 +1,4 @@
-"""Who may end a drain and with what; the limits of recycling; and what the kernel and systemd are asked and told."""
+"""Which signals end a drain, the limits of recycling, and the talk with the kernel and systemd."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ended(Exception):
 
 @pytest.fixture
 def ended(engine, monkeypatch):
-    """Carry out an order: (status, why). `engine.in_flight` is what the test says."""
+    """Carry out an order. Returns (status, why). The test sets `engine.in_flight`."""
 
     def stop(status, reason, facts=None):
         raise Ended(status, reason, facts)
@@ -55,15 +55,19 @@ def test_a_stop_during_a_recycle_is_a_stop(ended, engine, monkeypatch):
 
 def test_a_second_stop_does_not_wait(ended, engine, monkeypatch):
     monkeypatch.setattr(settings, "current", settings.Settings(drain=3600, exit_grace=3600))
-    monkeypatch.setattr(drain, "ECHO", 0.0)
+    monkeypatch.setattr(drain, "ECHO_WINDOW", 0.0)
     engine.serving[1] = 0.0
     assert ended(drain.Order("SIGINT"), drain.Order("SIGTERM"))[:2] == (
-        0, "SIGINT; in flight: 0 finished, 1 cut short",
-    )  # fmt: skip
+        0,
+        "SIGINT; in flight: 0 finished, 1 cut short",
+    )
 
 
 def test_an_echo_of_the_first_is_none(ended, engine, monkeypatch):
-    """`timeout` signals its child and then the group; so does a wrapper that passes on what the group got."""
+    """`timeout` signals its child and then the group.
+
+    So does a wrapper that passes on a signal that its group got too.
+    """
     monkeypatch.setattr(settings, "current", settings.Settings(drain=0.6, exit_grace=0.01))
     engine.serving[1] = 0.0
     began = time.monotonic()
@@ -72,9 +76,9 @@ def test_an_echo_of_the_first_is_none(ended, engine, monkeypatch):
 
 
 def test_nor_is_an_echo_in_a_drain_that_was_for_something_else(ended, engine, monkeypatch):
-    """It was to be replaced; a stop comes later, and twice, as it does from `timeout`."""
+    """The process is to be replaced. A stop comes later, and twice, as it does from `timeout`."""
     monkeypatch.setattr(settings, "current", settings.Settings(drain=1.0, exit_grace=0.01))
-    monkeypatch.setattr(drain, "ECHO", 0.2)
+    monkeypatch.setattr(drain, "ECHO_WINDOW", 0.2)
     engine.serving[1] = 0.0
 
     def stop_twice():
@@ -110,7 +114,7 @@ def test_a_rank_whose_peers_have_gone(engine, monkeypatch):
     for _ in range(4):
         engine.turns += 1
         assert patience.lasts()
-        clock.now += drain.SILENCE - 1
+        clock.now += drain.SILENCE_LIMIT - 1
     assert patience.lasts()
     clock.now += 1.5
     assert not patience.lasts()
@@ -157,11 +161,12 @@ def test_jitter_and_what_is_set(engine, monkeypatch):
     current = settings.Settings(recycle_requests=1000, recycle_age=3600.0)
     limits = grown_process.drawn(current, 1.05)
     assert [(limit.setting, limit.value) for limit in limits] == [
-        ("MLX_SHIM_RECYCLE_REQUESTS", 1050), ("MLX_SHIM_RECYCLE_AGE", 3780),
-    ]  # fmt: skip
+        ("MLX_SHIM_RECYCLE_REQUESTS", 1050),
+        ("MLX_SHIM_RECYCLE_AGE", 3780),
+    ]
     monkeypatch.setattr(grown_process, "engine", engine)
     engine.started -= 7200
-    assert limits[1].read() == 0, "a wait, or a load, is no age"
+    assert limits[1].read() == 0, "a wait or a load does not count as age"
     engine.up_since = time.monotonic() - 3600
     assert 3600 <= limits[1].read() < 3660
     drawn = set()
@@ -181,7 +186,10 @@ def test_jitter_and_what_is_set(engine, monkeypatch):
 
 @pytest.fixture
 def recycling(engine, lines, monkeypatch):
-    """The guard with limits of 100 requests and 1 GiB, the model up; `.footprint`, and `.orders` to the drain."""
+    """The guard with limits of 100 requests and 1 GiB, and the model up.
+
+    `.footprint` is what it sees, `.orders` are its orders to the drain.
+    """
     it = types.SimpleNamespace(footprint=500 << 20, orders=[], lines=lines)
 
     def footprint():
@@ -191,7 +199,7 @@ def recycling(engine, lines, monkeypatch):
 
     monkeypatch.setattr(grown_process, "engine", engine)
     monkeypatch.setattr(grown_process, "footprint", footprint)
-    monkeypatch.setattr(grown_process, "EVERY", 0.0)
+    monkeypatch.setattr(grown_process, "LOOK_INTERVAL", 0.0)
     monkeypatch.setattr(memory, "at_rest", lambda mx: memory.Usage(0, 0, footprint()))
     monkeypatch.setattr(drain, "ask", it.orders.append)
     limits = grown_process.drawn(
@@ -209,11 +217,11 @@ def test_nothing_is_judged_before_the_model_is_up(recycling, engine):
     assert recycling.begin() == "asked"
     recycling.guard()
     assert recycling.orders == [], (
-        "the limit is left out: it would be recycled before it could serve"
+        "the limit is ignored: the process would be recycled before it could serve"
     )
     assert (
-        "MLX_SHIM_RECYCLE_MEMORY is left out: with its model up the process has a footprint of 2.00 GiB already"
-        in (recycling.lines[0])
+        "MLX_SHIM_RECYCLE_MEMORY is ignored: with its model loaded the process already has a"
+        " footprint of 2.00 GiB" in recycling.lines[0]
     )
     engine.counters["requests"] = 100
     recycling.guard()
@@ -221,7 +229,7 @@ def test_nothing_is_judged_before_the_model_is_up(recycling, engine):
 
 
 def test_a_footprint_that_cannot_be_read_is_not_the_last(recycling, engine):
-    """As with no file descriptor left: the very process that should be replaced."""
+    """A process without a free file descriptor cannot read it, and must be replaced."""
     recycling.begin()
     recycling.footprint = None
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The changes that tests/process/test_drift.py makes to stock are the ones it says, and leave sources that compile."""
+"""tests/process/test_drift.py changes stock exactly as it says, and the sources compile."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ SOURCES = {
         def use(file, help=None):
             engine = Engine(2)
             file.close()
-            return engine.work(), engine.close(), [e.close() for e in (engine, Base())], hasattr(engine, "work")
+            closed = [e.close() for e in (engine, Base())]
+            return engine.work(), engine.close(), closed, hasattr(engine, "work")
     '''),
 }
 
@@ -57,7 +58,7 @@ class File:
 
 
 def run(sources, monkeypatch):
-    """What `use` answers, after the thread has run as well."""
+    """The answer of `use`, after the thread has run too."""
     import importlib.util
     import sys
     from importlib.abc import Loader, MetaPathFinder
@@ -91,8 +92,17 @@ def run(sources, monkeypatch):
 
 NAMES = [
     ("mlx_lm.engine", path)
-    for path in ("Engine", "Engine.__init__", "Engine.work", "Engine.close", "Engine.queue", "Engine.limit", "help", "Queue")
-]  # fmt: skip
+    for path in (
+        "Engine",
+        "Engine.__init__",
+        "Engine.work",
+        "Engine.close",
+        "Engine.queue",
+        "Engine.limit",
+        "help",
+        "Queue",
+    )
+]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The engine's condition in one word, the first that is true, and its age."""
+"""The condition of the engine, which is the first true word of a list, and its age."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shim.engine.state import Engine, Hold
 
 
 def test_the_condition():
-    """Each is set beside what came before it, and outweighs that."""
+    """The test sets one after another. Each outweighs those before it."""
     engine = Engine()
     assert engine.condition == "ok"
     engine.booting = True

@@ -1,4 +1,4 @@
-"""A guard's state is computed from the facts by which it lives."""
+"""The state of a guard is computed from the facts by which it lives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shim.engine import facts
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Every fact is watched; `seen(name)` loses one."""
+    """Every fact is seen. `seen(name)` loses one."""
     for fact in facts.known.values():
         monkeypatch.setattr(fact, "lost", None)
         monkeypatch.setattr(fact, "seen", False)
@@ -42,7 +42,7 @@ def test_a_guard_lives_by_facts_that_there_are(name):
 
 @pytest.mark.parametrize("name", HEART)
 def test_no_single_fact_takes_a_guard_of_the_heart(seen, name):
-    """One name that is gone costs one fact; only endless_wait needs one of them, to wake who waits."""
+    """A missing name costs one fact. Only endless_wait needs one, to wake waiting clients."""
     for fact in facts.known.values():
         fact.lost = "it is gone"
         kind, reason = facts.judge(lives_by(name))
@@ -91,13 +91,13 @@ def test_a_fact_that_is_seen_after_all_is_regained(seen):
     judged = []
     facts.on_loss.append(lambda: judged.append(facts.shown()))
     facts.lose_unseen("never", also={"deliveries": True})
-    assert len(judged) == 1, "what is lost at once is said once"
+    assert len(judged) == 1, "losses at the same time are said once"
     facts.saw("handlers")
     facts.lose_unseen("never", also={"deliveries": False})
     assert set(facts.shown()) == {"answers", "tokenizing"}
     facts.lose("batch", "it is gone")
     facts.saw("batch")
-    assert "batch" in facts.shown(), "what cannot be had stays lost"
+    assert "batch" in facts.shown(), "a fact that cannot be watched stays lost"
 
 
 def test_a_loss_at_run_time_changes_the_states_and_is_said(seen, monkeypatch, capfd):
@@ -111,9 +111,9 @@ def test_a_loss_at_run_time_changes_the_states_and_is_said(seen, monkeypatch, ca
     assert report.states["crash_loop"].kind == "active"
     assert report.states["stall"].kind == "degraded"
     assert "stall is degraded (cannot see steps (it is gone): " in capfd.readouterr().err
-    report.failed("stall", "its check failed")
+    report.mark_failed("stall", "its check failed")
     seen("turns")
-    assert report.states["stall"].kind == "failed", "what has failed stays so"
+    assert report.states["stall"].kind == "failed", "a failed guard stays failed"
 
 
 def test_the_first_line_says_what_of_the_heart_is_lost(monkeypatch, lines):
@@ -138,7 +138,7 @@ def test_the_first_line_says_what_of_the_heart_is_lost(monkeypatch, lines):
 
 
 def test_no_guard_is_left_out_however_many_are_incompatible(monkeypatch, capfd):
-    """In one line the last of them were cut off, when they were needed most."""
+    """One long line cut off the last guards when they were needed most."""
     reason = "mlx_lm.server has no " + "ResponseGenerator.a_name_that_is_long" * 3
     monkeypatch.setattr(
         report, "states", {name: report.State("incompatible", reason) for name in GUARDS}

@@ -1,4 +1,7 @@
-"""What is fetched and from where, over real sockets on loopback. No name is asked of a resolver: names are told here."""
+"""Which images are fetched, and from where, over real sockets on loopback.
+
+No resolver is asked: the tests give the addresses of names.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,25 @@ def fetch(url, *, public=True, allowance=None):
 
 
 DISGUISES = [
-    "127.0.0.1", "127.1", "127.0.1", "2130706433", "0x7f000001", "0x7f.1", "0177.0.0.1", "017700000001", "0", "0.0.0.0",
-    "localhost", "LOCALHOST", "127.0.0.1.", "inside.test", "inside.test.", "both.test", "mapped.test", "\uff11\uff12\uff17.0.0.1",
-]  # fmt: skip
+    "127.0.0.1",
+    "127.1",
+    "127.0.1",
+    "2130706433",
+    "0x7f000001",
+    "0x7f.1",
+    "0177.0.0.1",
+    "017700000001",
+    "0",
+    "0.0.0.0",
+    "localhost",
+    "LOCALHOST",
+    "127.0.0.1.",
+    "inside.test",
+    "inside.test.",
+    "both.test",
+    "mapped.test",
+    "\uff11\uff12\uff17.0.0.1",
+]
 DISGUISES_6 = [
     "[::1]",
     "[::ffff:127.0.0.1]",
@@ -37,9 +56,11 @@ DISGUISES_6 = [
 @pytest.mark.parametrize("host", [*DISGUISES, *DISGUISES_6])
 def test_nothing_inside_is_contacted(names, host):
     names |= {
-        "inside.test": [["127.0.0.1"]], "inside.test.": [["127.0.0.1"]], "both.test": [["93.184.216.34", "127.0.0.1"]],
+        "inside.test": [["127.0.0.1"]],
+        "inside.test.": [["127.0.0.1"]],
+        "both.test": [["93.184.216.34", "127.0.0.1"]],
         "mapped.test": [["::ffff:127.0.0.1"]],
-    }  # fmt: skip
+    }
     with Listener() as listener:
         with pytest.raises(CannotFetch):
             fetch(listener.url(host=host))
@@ -90,7 +111,7 @@ def test_a_public_address_of_this_machine_is_inside(monkeypatch):
 
 
 def test_the_address_that_was_judged_is_the_one_connected_to(names, one_public):
-    """A second answer of the resolver, "another machine", is never asked for."""
+    """The shim never asks the resolver a second time, which would answer "another machine"."""
     with Listener() as first, Listener(lambda path: whole(b"a secret")) as second:
         names["rebinding.test"] = [["127.0.0.1"], [f"127.0.0.1@{second.port}"]]
         assert fetch(first.url(host="rebinding.test"))[1] == b"a picture"
@@ -133,11 +154,24 @@ def test_a_redirect_elsewhere_is_not_followed(names, one_public, public):
     names |= {"allowed.test": [["127.0.0.1"]], "other.test": [["127.0.0.1"]]}
     with Listener() as other:
         elsewhere = [
-            other.url(), other.url(host="localhost"), other.url(host="[::1]"), other.url(host="other.test"),
-            other.url(host="allowed.test"), f"//other.test:{other.port}/", f"http://x@allowed.test:{other.port}/",
-            f"ftp://allowed.test:{other.port}/", f"gopher://127.0.0.1:{other.port}/", "file:///etc/hostname", "data:,x",
-            "", "http://", "http://[", "http://allowed.test:99999/", "\x00", "javascript:alert(1)",
-        ]  # fmt: skip
+            other.url(),
+            other.url(host="localhost"),
+            other.url(host="[::1]"),
+            other.url(host="other.test"),
+            other.url(host="allowed.test"),
+            f"//other.test:{other.port}/",
+            f"http://x@allowed.test:{other.port}/",
+            f"ftp://allowed.test:{other.port}/",
+            f"gopher://127.0.0.1:{other.port}/",
+            "file:///etc/hostname",
+            "data:,x",
+            "",
+            "http://",
+            "http://[",
+            "http://allowed.test:99999/",
+            "\x00",
+            "javascript:alert(1)",
+        ]
         for location in elsewhere:
             listener = Listener(lambda path, location=location: redirect(location))
             with listener, pytest.raises(CannotFetch, match="is redirected"):
@@ -194,10 +228,27 @@ def test_https_with_a_certificate_that_is_checked(names, one_public, monkeypatch
     }
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=allowed.test",
-         "-addext", "subjectAltName=DNS:allowed.test", "-keyout", key, "-out", certificate],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=allowed.test",
+            "-addext",
+            "subjectAltName=DNS:allowed.test",
+            "-keyout",
+            key,
+            "-out",
+            certificate,
+        ],
+        check=True,
+        capture_output=True,
+    )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     with Listener(context=context) as listener:
@@ -209,7 +260,8 @@ def test_https_with_a_certificate_that_is_checked(names, one_public, monkeypatch
         assert fetch(url.replace(".test", ".test."))[1] == b"a picture"
         with pytest.raises(CannotFetch, match="SSLCertVerificationError"):
             fetch(url.replace("allowed", "wrong"))
-        with Listener(lambda path: redirect(url)) as plain:  # and up, from http
+        # A redirect from http up to https is followed.
+        with Listener(lambda path: redirect(url)) as plain:
             assert fetch(plain.url(host="allowed.test"))[1] == b"a picture"
         down = Listener(
             lambda path: redirect(f"http://allowed.test:{plain.port}/"), context=context
@@ -221,18 +273,42 @@ def test_https_with_a_certificate_that_is_checked(names, one_public, monkeypatch
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("http://", "no host"), ("http:///x", "no host"), ("http://:80/", "no host"), ("http://a:0/", "none"),
-        ("http://a:99999/", "not a URL"), ("http://a:x/", "not a URL"), ("http://a:-1/", "not a URL"),
-        ("http://[::1", "not a URL"), ("http://::1/", "no"), ("http://[fe80::1%25eth0]/", "no"),
-        ("http://u@a/", "user name"), ("http://u:p@a/", "user name"), ("http://@a/", "user name"),
-        ("http://a\\@b/", "user name"), ("http://a\\b/", "no host"), ("http://%6c%6f/", "no host"),
-        ("http://a b/", "space"), ("http://a/\r\nHost: b", "control"), ("http://a/\x00", "control"), (" http://a/", "space"),
-        ("http://a\t/", "control"), ("http://a/\x7f", "control"), ("http://a/ü", "ASCII"), ("http://a/?ü", "ASCII"),
-        ("http://a..b/", "not a URL"), ("http://-a/", "no host"), ("http://.a/", "not a URL"), ("http://a;b/", "no host"),
-        (f"http://{'a' * 64}.test/", "not a URL"), ("http://a/" + "x" * 9000, "characters"), ("http://\ud800/", "not a URL"),
-        ("http://a/\ud800", "ASCII"), ("ftp://a/", "neither"), ("file:///etc/passwd", "neither"),
+        ("http://", "no host"),
+        ("http:///x", "no host"),
+        ("http://:80/", "no host"),
+        ("http://a:0/", "port is 0"),
+        ("http://a:99999/", "not a URL"),
+        ("http://a:x/", "not a URL"),
+        ("http://a:-1/", "not a URL"),
+        ("http://[::1", "not a URL"),
+        ("http://::1/", "no"),
+        ("http://[fe80::1%25eth0]/", "no"),
+        ("http://u@a/", "user name"),
+        ("http://u:p@a/", "user name"),
+        ("http://@a/", "user name"),
+        ("http://a\\@b/", "user name"),
+        ("http://a\\b/", "no host"),
+        ("http://%6c%6f/", "no host"),
+        ("http://a b/", "space"),
+        ("http://a/\r\nHost: b", "control"),
+        ("http://a/\x00", "control"),
+        (" http://a/", "space"),
+        ("http://a\t/", "control"),
+        ("http://a/\x7f", "control"),
+        ("http://a/ü", "ASCII"),
+        ("http://a/?ü", "ASCII"),
+        ("http://a..b/", "not a URL"),
+        ("http://-a/", "no host"),
+        ("http://.a/", "not a URL"),
+        ("http://a;b/", "no host"),
+        (f"http://{'a' * 64}.test/", "not a URL"),
+        ("http://a/" + "x" * 9000, "characters"),
+        ("http://\ud800/", "not a URL"),
+        ("http://a/\ud800", "ASCII"),
+        ("ftp://a/", "neither"),
+        ("file:///etc/passwd", "neither"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_url(url, why):
     with pytest.raises(CannotFetch, match=why):
         parse(url)

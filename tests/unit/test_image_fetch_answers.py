@@ -1,4 +1,4 @@
-"""What a server may answer, and at which length and pace: all of it is cut to the limits of a request."""
+"""What an image server may answer, at which length and pace: the limits of a request bound it."""
 
 from __future__ import annotations
 
@@ -128,6 +128,9 @@ def test_bodies_of_all_kinds(one_public):
     }
     with Listener(replies.get) as listener:
         assert {path: fetch(listener.url(path)) for path in replies} == {
-            "/length": ("image/webp", body), "/chunked": ("image/jpeg", body), "/until-it-closes": ("text/plain", body),
-            "/http-1.0": ("text/plain", body), "/interim": ("image/png", body),
-        }  # fmt: skip
+            "/length": ("image/webp", body),
+            "/chunked": ("image/jpeg", body),
+            "/until-it-closes": ("text/plain", body),
+            "/http-1.0": ("text/plain", body),
+            "/interim": ("image/png", body),
+        }

@@ -1,4 +1,4 @@
-"""What a token takes: told from one filled cache, it is what other lengths of the same cache take."""
+"""What a token takes: told from one filled cache, it is right for other lengths of the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEADS, DIM = 2, 32
 
 
 def filled(made, tokens):
-    """`made` with so many tokens in it, a prompt of all but one and a step of one."""
+    """Put so many tokens into `made`: a prompt of all but one, and a step of one."""
     for length in (tokens - 1, 1):
         keys = mx.ones((1, HEADS, length, DIM))
         made.update_and_fetch(keys, 2 * keys)

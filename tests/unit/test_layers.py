@@ -1,9 +1,10 @@
-"""The rooms of shim/, and who may import whom: arrows point down only."""
+"""The rooms of shim/, and which room may import which: only those below it."""
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 
 import pytest
@@ -12,7 +13,7 @@ from kit.harness import LINES, REPO, clean_environ, python_of
 from shim.core.catalogue import GUARDS
 
 SHIM = REPO / "shim"
-# Each room, and the rooms that it may import. A room that is missing here fails the tests.
+# Each room, and the rooms that it may import. The tests fail for a room that is missing here.
 BELOW = {
     "core": set(),
     "models": {"core"},
@@ -37,7 +38,7 @@ MODULES = {parts(path): path for path in SHIM.rglob("*.py")}
 
 
 def imports(module):
-    """What a module of the shim imports of the shim, as dotted parts."""
+    """What a module of the shim imports from the shim, as the parts of dotted names."""
     path = MODULES[module]
     package = module if path.name == "__init__.py" else module[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -54,7 +55,7 @@ def imports(module):
                 else [alias.name for alias in node.names]
             )
             assert not any(name.split(".")[0] == "shim" for name in names), (
-                "a program may have a shim of its own"
+                "a program may have its own module called shim"
             )
 
 
@@ -63,9 +64,7 @@ def arrows():
 
 
 def test_no_room_imports_one_above_it():
-    assert {module[0] for module in MODULES if module} == set(BELOW), (
-        "a room that is not in the table"
-    )
+    assert {module[0] for module in MODULES if module} == set(BELOW), "a room is not in the table"
     wrong = {(a, b) for a, b in arrows() if a and a[0] != b[0] and b[0] not in BELOW[a[0]]}
     assert not wrong
 
@@ -77,8 +76,18 @@ def test_the_table_of_rooms_has_no_circle():
             seen |= new
             new = set().union(*(BELOW[each] for each in new)) - seen
             assert room not in new
-    assert all(room in ("cli", "units", "planning", "__main__") or not below & set(ONLY_THE_COMMAND_LINE)
-               for room, below in BELOW.items())  # fmt: skip
+    assert all(
+        room in ("cli", "units", "planning", "__main__") or not below & set(ONLY_THE_COMMAND_LINE)
+        for room, below in BELOW.items()
+    )
+
+
+def test_the_page_has_this_table():
+    page = (REPO / "docs" / "how-it-works.md").read_text()
+    table = page.partition("\n## The rooms of shim/\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| \[(\w+)\]\([^)]*\) \|[^|]*\| ([^|]*) \|$", table, re.MULTILINE)
+    written = {room: set(re.findall(r"\w+", below)) - {"nothing"} for room, below in rows}
+    assert written == {room: below for room, below in BELOW.items() if room != "__main__"}
 
 
 def test_no_guard_imports_another():
@@ -98,13 +107,14 @@ def test_each_guard_is_a_file_or_a_folder_of_its_name():
 _LOADED = """
 import json, sys
 from mlx_lm import server
-json.dump([name for name in sys.modules if name.split(".")[0] in ("shim", "_mlx_lm_shim")], sys.stdout)
+ours = [name for name in sys.modules if name.split(".")[0] in ("shim", "_mlx_lm_shim")]
+json.dump(ours, sys.stdout)
 """
 
 
 @pytest.mark.parametrize("line", LINES)
 def test_nothing_of_the_command_line_is_in_a_server(line):
-    """The server's module is imported, its guards are applied: what is there now stays there."""
+    """Looked at after the import of the server's module, when its guards are applied."""
     environ = clean_environ() | {"PYTHONPATH": str(REPO)}
     told = subprocess.run(
         [python_of(line), "-c", _LOADED], env=environ, capture_output=True, text=True, check=True

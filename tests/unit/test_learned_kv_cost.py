@@ -1,4 +1,4 @@
-"""From which caches it is learnt what a token takes: those of the model that serves, as long as they will be."""
+"""From which caches the shim learns what a token takes: those of the model that serves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from shim.engine.state import Engine
 from shim.guards import unaffordable_prompt
 
 KIB, MIB = 2**10, 2**20
-PER_TOKEN = 2 * 64 * 4  # bytes in a KVCache of one head of 64
+# Bytes of a token in a KVCache of one head of 64.
+PER_TOKEN = 2 * 64 * 4
 
 
 @pytest.fixture
@@ -38,7 +39,10 @@ def generator(kv_bits=None):
 
 @pytest.fixture
 def guard(engine):
-    """The guard of a server whose model takes so many bytes, once it has learnt of 256 tokens in these caches."""
+    """The guard of a server whose model takes so many bytes.
+
+    It has learnt from 256 tokens in these caches.
+    """
 
     def make(model=0, cache=None, where=None):
         made = unaffordable_prompt._Guard(
@@ -70,30 +74,30 @@ def test_one_that_cannot_fit_is_refused_with_what_would(engine, guard):
 
 
 def test_a_limit_below_the_model_refuses_nobody(engine, guard):
-    """It is left out elsewhere. 400 for everybody, with 0 tokens accepted, would last as long as the model."""
+    """Another guard leaves that limit out. Here every prompt would get 400, without end."""
     assert ask(guard(model=MIB), 10, engine.generator)
 
 
 def test_another_generator_has_a_model_of_its_own(engine, guard):
     other = generator()
-    assert ask(guard(where=other), 10**6, engine.generator), "nothing is known of this one's"
+    assert ask(guard(where=other), 10**6, engine.generator), "nothing is known of this one's caches"
     assert ask(guard(), 10**6, other)
 
 
 def test_a_short_cache_does_not_tell_of_one_that_is_going_to_be_quantized(engine, guard):
     engine.generator = generator(kv_bits=8)
-    assert ask(guard(), 3000, engine.generator), "quantized, so many take less than hard"
+    assert ask(guard(), 3000, engine.generator), "quantized, so many tokens take less than hard"
     with pytest.raises(ShimError):
         ask(guard(cache=QuantizedKVCache(64, 8)), 30_000, engine.generator)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_rank_counts_its_batch(engine, monkeypatch, rank):
-    """Rank 0 alone has entries; counted by it alone, the prompt caches of ranks would hold different things."""
+    """Only rank 0 has entries. If only it counted, the ranks' prompt caches would differ."""
     monkeypatch.setattr(observe, "engine", engine)
     engine.generator._rank = rank
     batch = type("Batch", (), {})()
     engine.inserting = engine.open((), None) if rank == 0 else None
-    observe._inserted(batch, (), {}, [7])
+    observe._note_insertion(batch, (), {}, [7])
     assert engine.batch() is batch
     assert list(observe.entries_of(batch)) == ([7] if rank == 0 else [])

@@ -1,4 +1,4 @@
-"""The figures of memory: against psutil, and the structs of macOS by their headers."""
+"""The figures of memory, compared with psutil, and the structs of macOS, with their headers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_the_larger_counts():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="malloc of glibc")
 def test_malloc_gives_back():
-    held = [bytes(100_000) for _ in range(600)]  # below the size that malloc maps by itself
+    # Each is smaller than what malloc maps separately.
+    held = [bytes(100_000) for _ in range(600)]
     keep = held[::50]
     full = memory.footprint()
     del held
@@ -58,7 +59,10 @@ def test_malloc_gives_back():
 
 
 def test_the_structs_of_macos_have_the_sizes_of_its_headers():
-    """sys/resource.h: a uuid of 16 bytes, then ten uint64. mach/vm_statistics.h: HOST_VM_INFO64_COUNT is 38 integers."""
+    """sys/resource.h: a uuid of 16 bytes, then ten uint64.
+
+    mach/vm_statistics.h: HOST_VM_INFO64_COUNT is 38 integers.
+    """
     assert ctypes.sizeof(memory._Usage) == 16 + 10 * 8
     assert memory._Usage.phys_footprint.offset == 16 + 7 * 8
     assert memory._Usage.phys_footprint.size == 8
@@ -87,11 +91,16 @@ def test_macos_pressure_by_a_stand_in_for_its_call(level, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("stock", None), ("off", Wired()), ("0", Wired()), ("12G", Wired(12 * GIB)), ("50%", Wired(32 * GIB)),
-        ("model+4G", Wired(4 * GIB, model=True)), ("model+10%", Wired(int(6.4 * GIB), model=True)),
+        ("stock", None),
+        ("off", Wired()),
+        ("0", Wired()),
+        ("12G", Wired(12 * GIB)),
+        ("50%", Wired(32 * GIB)),
+        ("model+4G", Wired(4 * GIB, model=True)),
+        ("model+10%", Wired(int(6.4 * GIB), model=True)),
         ("auto", Wired(4 * GIB, model=True, auto=True)),
     ],
-)  # fmt: skip
+)
 def test_wired_is_read(text, expected, monkeypatch):
     monkeypatch.setattr(memory, "total", lambda: 64 * GIB)
     assert values.parse_wired(text) == expected
@@ -114,8 +123,12 @@ def test_what_a_limit_is_not(text):
 def test_a_limit_is_a_size_or_a_share(monkeypatch):
     monkeypatch.setattr(memory, "total", lambda: 64 * GIB)
     assert [values.parse_memory(text) for text in ("0", "48G", "75%", "100 %", "12.5%")] == [
-        0, 48 * GIB, 48 * GIB, 64 * GIB, 8 * GIB,
-    ]  # fmt: skip
+        0,
+        48 * GIB,
+        48 * GIB,
+        64 * GIB,
+        8 * GIB,
+    ]
     assert [values.parse_optional_size(text) for text in ("stock", "0", "1M")] == [None, 0, MIB]
     with pytest.raises(ValueError, match="accepted: stock, or a size"):
         values.parse_optional_size("much")
@@ -124,9 +137,14 @@ def test_a_limit_is_a_size_or_a_share(monkeypatch):
 @pytest.mark.parametrize(
     ("policy", "model", "expected"),
     [
-        ("off", 10, 0), ("5G", 10, 5), ("model+4G", 10, 14), ("model+4G", 0, 0),
-        ("auto", 38, 0), ("auto", 39, 43), ("auto", 0, 0),
+        ("off", 10, 0),
+        ("5G", 10, 5),
+        ("model+4G", 10, 14),
+        ("model+4G", 0, 0),
+        ("auto", 38, 0),
+        ("auto", 39, 43),
+        ("auto", 0, 0),
     ],
-)  # fmt: skip
+)
 def test_how_much_may_be_wired(policy, model, expected):
     assert values.parse_wired(policy).most(model * GIB, 64 * GIB) == expected * GIB

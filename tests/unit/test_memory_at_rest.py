@@ -1,4 +1,4 @@
-"""What the guard of memory counts as the server's own, and what it holds of those it refuses."""
+"""Which memory the guard counts as the server's own, and what a refused request still holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 def test_what_a_load_left_is_given_back_before_the_limits_are_judged(engine, monkeypatch):
-    """Counted, it would have a limit left out that there is room below."""
+    """Otherwise a limit would be left out although there is room below it."""
     monkeypatch.setattr(exhausted_memory, "engine", engine)
     used = [Usage(100 * MIB, 700 * MIB, 900 * MIB)]
     mx = types.SimpleNamespace(
@@ -29,7 +29,7 @@ def test_what_a_load_left_is_given_back_before_the_limits_are_judged(engine, mon
     monkeypatch.setattr(memory, "usage", lambda mx: used[-1])
     made = exhausted_memory._Guard(mx, 800 * MIB, 1000 * MIB)
     made.next_request(lambda: None, None, (), {})
-    assert made.soft == 800 * MIB
+    assert made.soft.size == 800 * MIB
 
 
 def test_an_answer_503_holds_nothing_of_the_request(engine, monkeypatch):

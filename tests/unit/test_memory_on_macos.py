@@ -1,6 +1,7 @@
-"""The calls of macOS by stand-ins for them: what they are given, what is read from what they write, and where they fail.
+"""The calls of macOS, with stand-ins: their arguments, how their output is read, their failures.
 
-By Apple's headers: libproc.h, sys/resource.h, mach/mach_host.h, malloc/malloc.h. Not verified on a Mac.
+They follow Apple's headers: libproc.h, sys/resource.h, mach/mach_host.h, malloc/malloc.h. Not
+verified on a Mac.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import pytest
 
 from shim.core import memory
 
-HOST = 1795  # a mach port
+# A mach port.
+HOST = 1795
 
 
 class System:
-    """The functions of libSystem; `calls` counts them, `status` is what each returns."""
+    """The functions of libSystem. `calls` counts them, and each returns `status`."""
 
     def __init__(self):
         self.calls = []
@@ -28,7 +30,8 @@ class System:
             self.calls.append("mach_host_self")
             return HOST
 
-        self.mach_host_self = mach_host_self  # one object: its restype is set
+        # One object, because the shim sets its restype.
+        self.mach_host_self = mach_host_self
 
     def proc_pid_rusage(self, pid, flavor, buffer):
         self.calls.append("proc_pid_rusage")
@@ -64,9 +67,9 @@ class System:
     def malloc_zone_pressure_relief(self, zone, goal):
         self.calls.append("malloc_zone_pressure_relief")
         assert type(zone) is ctypes.c_void_p
-        assert zone.value is None, "of all zones"
+        assert zone.value is None, "from all zones"
         assert type(goal) is ctypes.c_size_t
-        assert goal.value == 0, "as much as there is"
+        assert goal.value == 0, "as much as possible"
         return 4096
 
 
@@ -88,7 +91,7 @@ def system(monkeypatch):
 def test_the_footprint_is_the_physical_one(system):
     assert memory.footprint() == 2**40 + 3
     assert system.calls == ["proc_pid_rusage"]
-    assert system.opened == [{"use_errno": True}], "else ctypes does not keep errno"
+    assert system.opened == [{"use_errno": True}], "otherwise ctypes does not keep errno"
 
 
 def test_a_footprint_that_cannot_be_read_is_an_oserror_with_its_errno(system):

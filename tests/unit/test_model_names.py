@@ -1,4 +1,4 @@
-"""What a request names: told from the files, by stock's own rules, and never for what it no longer is."""
+"""Which model a request names: told from the files as they are now, by stock's own rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shim.models import model_files, model_names
 
 @pytest.fixture
 def provider():
-    """Stock's, with nothing loaded."""
+    """Stock's provider, with nothing loaded."""
     made = object.__new__(ModelProvider)
     made.cli_args = SimpleNamespace(
         model="served", adapter_path="an adapter", draft_model=None, trust_remote_code=False
@@ -49,7 +49,10 @@ def test_what_is_loaded_is_told_from_the_arguments(args, kwargs, key):
 
 
 def test_defaults_are_stocks(provider):
-    """The default model always has the command line's adapter; the same model by its path has none unless it says so."""
+    """The default model always has the command line's adapter.
+
+    The same model, named by its path, has none unless the request names one.
+    """
     default = ("served", "an adapter", None)
     assert model_names.default_key(provider, ModelDescription) == default
     assert model_names.resolve(provider, described(adapter="ignored")) == default
@@ -60,11 +63,11 @@ def test_defaults_are_stocks(provider):
     assert rename(provider, described("served")) == ModelDescription(
         model="served", draft=None, adapter=None
     )
-    assert rename(provider, described(["a list"])) == described(["a list"]), "stock's to refuse"
+    assert rename(provider, described(["a list"])) == described(["a list"]), "stock must refuse it"
 
 
 def test_a_link_with_a_new_target_is_another_model(provider, tmp_path, monkeypatch):
-    """What was loaded under its name keeps it, and only it."""
+    """A model that was loaded under a name keeps it, and no other model gets it."""
     old, new, link = tmp_path / "old", tmp_path / "new", tmp_path / "link"
     for folder in (old, new):
         folder.mkdir()
@@ -79,12 +82,10 @@ def test_a_link_with_a_new_target_is_another_model(provider, tmp_path, monkeypat
     link.symlink_to(new)
     assert rename(provider, described(f"{old}/")) == described(), "it is loaded"
     assert rename(provider, described(str(new))).model == str(new), "it is not"
-    assert rename(provider, described(str(link))) == described(), "as stock: the name is loaded"
+    assert rename(provider, described(str(link))) == described(), "like stock: the name is loaded"
     old.rename(tmp_path / "away")
     old.mkdir()
-    assert rename(provider, described(str(old))).model == str(old), (
-        "the path was given to another folder"
-    )
+    assert rename(provider, described(str(old))).model == str(old), "the path is another folder now"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_a_good_model_is_let_pass(tmp_path):
 
 
 def test_a_handler_that_downloads_is_no_stall(engine, request_, monkeypatch):
-    """Neither while it downloads, nor right after, when the engine has had no time yet."""
+    """Not while it downloads, and not right after, when the engine has had no time yet."""
     monkeypatch.setattr(stall, "_stalled", lambda entry, why: pytest.fail(why))
     entry = engine.open((object(),), object())
     for engine.clock in (2000.0, 2002.0):

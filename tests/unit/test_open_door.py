@@ -57,8 +57,11 @@ def test_refused(key_file, case):
 def test_what_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for name, why in (
-        ("missing", "No such file"), ("", "no regular file"), ("fifo", "no regular file"), ("missing/key", "No such"),
-    ):  # fmt: skip
+        ("missing", "No such file"),
+        ("", "not a regular file"),
+        ("fifo", "not a regular file"),
+        ("missing/key", "No such"),
+    ):
         with pytest.raises(Refused, match=why) as refused:
             open_door.read_key(str(tmp_path / name))
         assert str(tmp_path) not in str(refused.value), (
@@ -77,9 +80,20 @@ class Handler:
 
 WITH_KEY = [f"Bearer {KEY}", f"bearer {KEY}", f"BEARER   {KEY} "]
 WITHOUT = [
-    "", "Bearer", "Bearer ", KEY, f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer {KEY.upper()}",
-    f"Bearer {KEY} {KEY}", f"Bearer{KEY}", "Bearer \xe9\xff", f"Bearer, Bearer {KEY}", "Bearer " + "x" * 30_000,
-]  # fmt: skip
+    "",
+    "Bearer",
+    "Bearer ",
+    KEY,
+    f"Basic {KEY}",
+    f"Bearer {KEY}x",
+    f"Bearer {KEY[:-1]}",
+    f"Bearer {KEY.upper()}",
+    f"Bearer {KEY} {KEY}",
+    f"Bearer{KEY}",
+    "Bearer \xe9\xff",
+    f"Bearer, Bearer {KEY}",
+    "Bearer " + "x" * 30_000,
+]
 
 
 def test_every_comparison_takes_the_same_time_whatever_was_brought(monkeypatch):
@@ -96,10 +110,10 @@ def test_every_comparison_takes_the_same_time_whatever_was_brought(monkeypatch):
     assert not any(door._has_key(Handler([value])) for value in WITHOUT)
     assert not door._has_key(Handler())
     assert not door._has_key(Handler([f"Bearer {KEY}", "Bearer x"])), (
-        "which of the two would count?"
+        "it is not clear which of the two counts"
     )
     assert len(compared) == len(WITH_KEY) + len(WITHOUT) + 2, (
-        "missing and malformed ones are compared too"
+        "missing and malformed keys are compared too"
     )
     assert all(type(given) is bytes and wanted == KEY.encode() for given, wanted in compared)
     assert KEY not in repr(door) + str(door)
@@ -115,10 +129,20 @@ def test_what_is_public():
     for command, path in [*public, ("OPTIONS", "/v1/completions"), ("OPTIONS", "*")]:
         assert open_door._is_public(Handler(command=command, path=path))
     for command, path in [
-        ("GET", "/v1/models"), ("GET", "/healthz"), ("GET", "/health/../v1/models"), ("GET", "/HEALTH"), ("GET", "/"),
-        ("GET", "http://x/health"), ("POST", "/health"), ("DELETE", "/health"), ("GET", "/v1/models?/health"),
-        ("options", "/v1/models"), ("GET", "/health#"), ("GET", "/health/ready/x"), ("GET", "/health%3f"),
-    ]:  # fmt: skip
+        ("GET", "/v1/models"),
+        ("GET", "/healthz"),
+        ("GET", "/health/../v1/models"),
+        ("GET", "/HEALTH"),
+        ("GET", "/"),
+        ("GET", "http://x/health"),
+        ("POST", "/health"),
+        ("DELETE", "/health"),
+        ("GET", "/v1/models?/health"),
+        ("options", "/v1/models"),
+        ("GET", "/health#"),
+        ("GET", "/health/ready/x"),
+        ("GET", "/health%3f"),
+    ]:
         assert not open_door._is_public(Handler(command=command, path=path))
 
 
@@ -140,7 +164,7 @@ class Server:
 
 @pytest.fixture
 def asked_for(monkeypatch, tmp_path):
-    """The setting names a file that is not there."""
+    """The setting names a file that does not exist."""
     monkeypatch.setattr(
         settings, "current", settings.Settings(api_key_file=str(tmp_path / "missing"))
     )
@@ -176,4 +200,4 @@ def test_a_setting_that_no_guard_keeps_is_a_reason_not_to_start(asked_for, monke
     assert boot._unkept() == []
     report.states["open_door"] = report.State("failed")
     monkeypatch.setattr(settings, "current", settings.Settings())
-    assert boot._unkept() == [], "nobody asked for it"
+    assert boot._unkept() == [], "no setting asks for it"

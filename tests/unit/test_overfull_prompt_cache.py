@@ -1,4 +1,4 @@
-"""The prompt cache under its limit, with the stock class; what leaves with a model; and what a former model gives back."""
+"""The prompt cache under its limit, with stock's class, and what a switch of models frees."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def engine(monkeypatch):
 
 
 def insert(engine, *entries, entries_of=None):
-    """Insert entries, of one layer of so many bytes or of the layers given; the bytes that are then kept."""
+    """Insert entries, of one layer of so many bytes or of the given layers.
+
+    Returns the bytes that the cache then keeps.
+    """
     kept = engine.generator.prompt_cache if entries_of is None else entries_of
     for entry in entries:
         given = [Layer(entry)] if isinstance(entry, int) else entry
@@ -72,6 +75,7 @@ def batch_of(engine, nbytes):
     engine.batch = lambda: batch
 
 
+@pytest.mark.guard("overfull_prompt_cache")
 def test_the_limit_holds_after_each_insertion(engine):
     assert [insert(engine, 400) for _ in range(4)] == [400, 800, 800, 800]
     batch_of(engine, 500)
@@ -80,16 +84,19 @@ def test_the_limit_holds_after_each_insertion(engine):
     assert insert(engine, 100) == 0, "the batch has it all, and more"
 
 
+@pytest.mark.guard("overfull_prompt_cache")
 def test_an_entry_that_does_not_fit_pushes_out_no_others(engine, lines, monkeypatch):
     monkeypatch.setattr(overfull_prompt_cache.report, "once", lines.append)
     assert insert(engine, 300, 600, LIMIT + 1) == 900
     assert "larger than --prompt-cache-bytes" in lines[0]
     batch_of(engine, 400)
-    assert insert(engine, 601) == 600, "beside the batch, only what is there already"
-    engine.serving_alone = True  # the batch is over, whoever may still hold it
+    assert insert(engine, 601) == 600, "with the batch, only the entries that are there already"
+    # The batch is over, even if something still holds it.
+    engine.serving_alone = True
     assert insert(engine, 400) == 1000
 
 
+@pytest.mark.guard("overfull_prompt_cache")
 def test_beside_a_batch_that_grows(engine):
     insert(engine, 300, 600)
     for size, left in ((0, 900), (101, 600), (LIMIT, 0)):
@@ -114,7 +121,8 @@ def test_what_cannot_be_counted_is_left_to_stock(engine, lines):
     engine.batch = types.SimpleNamespace
     assert insert(engine, 5000) == 5000
     assert "cannot be counted" in lines[0]
-    with pytest.raises(ZeroDivisionError):  # as in stock; shared_fault sees to it
+    # Like stock. shared_fault contains it.
+    with pytest.raises(ZeroDivisionError):
         insert(engine, [Broken(1)])
 
 
@@ -131,6 +139,7 @@ def test_the_loop_keeps_no_hold_of_an_entry(engine):
         assert gone() is None
 
 
+@pytest.mark.guard("leftover_cache")
 def test_entries_go_with_their_model(engine, monkeypatch):
     provider, kept = engine.generator.model_provider, engine.generator.prompt_cache
 
@@ -145,18 +154,23 @@ def test_entries_go_with_their_model(engine, monkeypatch):
 
     assert switch(A, *A) == 1, "the same again"
     assert switch(None, *B) == 1, "nothing was loaded"
-    assert switch(A, *B, to=types.SimpleNamespace(model_key=A)) == 1, "another's provider"
+    assert switch(A, *B, to=types.SimpleNamespace(model_key=A)) == 1, (
+        "the provider of another generator"
+    )
     with monkeypatch.context() as context:
         context.setattr(engine.generator, "_generation_thread", threading.Thread())
         assert switch(A, *B) == 1, (
-            "in a program's own thread, which is not to touch what the generation thread uses"
+            "another thread of the program must not touch the generation thread's cache"
         )
     assert switch(A, "b") == 0
     assert switch(A, "a", None, "draft") == 0, "with a draft model it has other caches"
 
 
 def test_a_former_model_is_emptied_before_the_next_is_loaded(engine):
-    """Whoever still has it; but not where the switch fails before it is dropped, nor in a program's own thread."""
+    """Even if something still holds it.
+
+    Not where the switch fails before stock drops it, and not in another thread of the program.
+    """
     seen = []
 
     def run(provider, *, drop):
@@ -194,7 +208,8 @@ def module(**cured):
 
 def limited_run(host, port, model_provider):
     line = model_provider.cli_args
-    ResponseGenerator(  # noqa: F821 - it runs in a module of mlx_lm
+    # It runs in a module of mlx_lm.
+    ResponseGenerator(  # noqa: F821
         model_provider, stock.LRUPromptCache(line.prompt_cache_size, line.prompt_cache_bytes)
     )
 
@@ -218,6 +233,7 @@ def test_a_cure_retires_its_guard():
     for guard, names in cured:
         with pytest.raises(Retired):
             guard.probe(module(**names))
-    with pytest.raises(Retired):  # 0.32 clears the pool, and its loop is left
+    # 0.32 clears the pool: the run leaves its loop.
+    with pytest.raises(Retired):
         unreturned_weights.probe(module(ResponseGenerator=Generator))
     assert model_switch.run(stock, Anything())

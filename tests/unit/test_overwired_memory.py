@@ -1,4 +1,4 @@
-"""What mlx_lm may wire: held to what the setting allows for the model that is loaded, whatever that is."""
+"""How much mlx_lm may wire: at most what the setting allows for any loaded model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BYTES = 8 * 8 * 4
 
 
 class Odd:
-    """A model of a program's own, which is no nn.Module."""
+    """A program's own model, which is not an nn.Module."""
 
 
 @pytest.mark.parametrize(

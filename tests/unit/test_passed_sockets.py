@@ -1,4 +1,4 @@
-"""Sockets that a supervisor passes in: whose they are, which can be served on, and on which."""
+"""Sockets that a supervisor passes in: for which process they are, and which can serve."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_what_is_passed_to_us_is_not_passed_on():
 
 @pytest.mark.parametrize("count", ["", "0", "-1", "x", "99999"])
 def test_a_number_that_is_none(count):
-    with pytest.raises(Unusable, match="no number of sockets"):
+    with pytest.raises(Unusable, match="not a number of sockets"):
         passed_sockets.from_systemd({"LISTEN_FDS": count, "LISTEN_PID": str(os.getpid())})
 
 
 def launchd(fds, failure=0):
-    """A C function of the documented signature, and what it was asked, and freed."""
+    """A C function with the documented signature. It notes its arguments and what is freed."""
     libc, asked, freed = ctypes.CDLL(None), [], []
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     pointers = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)
@@ -121,8 +121,8 @@ def test_which_can_be_served_on(listening, tmp_path):
             "does not listen",
             "wanted: a stream",
             "does not listen",
-            "is no socket",
-            "is no socket",
+            "is not a socket",
+            "is not a socket",
         )
         assert [end in reason for end, reason in zip(said, reasons, strict=True)] == [True] * 5
         assert idle.fileno() != -1
@@ -154,7 +154,7 @@ def test_a_server_class_of_a_programs_own_is_left_alone(monkeypatch):
 
 
 def test_the_standard_librarys_class_stays_as_it_is(listening, monkeypatch):
-    """And a second server of the same program finds the socket still there."""
+    """A second server of the same program still finds the socket."""
     served = []
     monkeypatch.setattr(refused_while_down, "_passed", [listening.fileno()])
     monkeypatch.setattr(refused_while_down.errors, "after_end", 10)

@@ -9,7 +9,7 @@ from shim.core import patch, report, verdicts
 
 @pytest.fixture(params=["wrapt", "standard library"])
 def wrap(request, monkeypatch):
-    """patch.wrap as it is with wrapt, and as it is without."""
+    """patch.wrap, with wrapt and without it."""
     if request.param == "standard library":
         monkeypatch.setattr(patch, "wrapt", None)
     return patch.wrap
@@ -51,13 +51,13 @@ def test_what_runs_after_a_call_never_reaches_the_caller(monkeypatch):
     wrapper = patch.after(note)
     for n in (1, 2):
         assert wrapper(lambda n: n + 1, None, (n,), {}) == n + 1
-    assert calls == [((1,), 2)], "once broken it is left out"
+    assert calls == [((1,), 2)], "once broken, it is no longer called"
     assert len(said) == 1
     assert "KeyError('changed upstream')" in said[0]
 
 
 class Refusing(types.ModuleType):
-    """A module of stock's with a class that inherits a function."""
+    """A module of stock with a class that inherits a function."""
 
     def __init__(self):
         super().__init__("stock")
@@ -71,7 +71,7 @@ def test_what_was_wrapped_before_an_error_is_unwrapped(wrap, monkeypatch, error)
     monkeypatch.setattr(patch, "layers", {})
     stock = Refusing()
     before = [dict(vars(thing)) for thing in (stock, stock.Server)]
-    with pytest.raises(type(error)), patch.undone_on_error():
+    with pytest.raises(type(error)), patch.undo_on_error():
         for path in ("Server.own", "Server.inherited", "function", "function"):
             wrap(stock, path, lambda *_: "wrapped")
         assert stock.function() == stock.Server().inherited() == "wrapped"
@@ -83,7 +83,7 @@ def test_what_was_wrapped_before_an_error_is_unwrapped(wrap, monkeypatch, error)
 
 def test_what_a_refusal_has_closed_stays_closed(wrap):
     stock = Refusing()
-    with pytest.raises(verdicts.Refused), patch.undone_on_error():
+    with pytest.raises(verdicts.Refused), patch.undo_on_error():
         wrap(stock, "Server.own", lambda *_: "closed")
         raise verdicts.Refused("no key")
     assert stock.Server().own() == "closed"
@@ -99,7 +99,7 @@ def test_an_argument_is_found_by_its_name_and_where_the_signature_has_it():
     assert patch.given(stock, ("e",), {"request": "r"}, "request", 0) == "r"
     assert patch.given(stock, ("e", "r"), {}, "timeout", 0) is None
     assert patch.given(len, ("r",), {}, "unknown", 0) == "r", (
-        "where the signature does not tell, the position does"
+        "without a signature, the position tells"
     )
 
 

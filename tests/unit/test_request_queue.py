@@ -1,4 +1,4 @@
-"""The queues of a generator: a request that is put on one gets its entry, whatever the server calls it."""
+"""A request that is put on a queue of a generator gets an entry, whatever the server calls it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ def requests(engine):
     """The queue of a generator that the engine watches."""
     generator = types.SimpleNamespace(inbox=queue.Queue())
     queues.watch(generator, engine)
-    engine.local.asking = True  # as within stock's `generate`
+    # Stock's `generate` is running.
+    engine.local.asking = True
     return generator.inbox
 
 
 @pytest.fixture
 def request_():
-    """A request as stock hands it over: (its response queue, the request, its arguments)."""
+    """A request in stock's form: (its response queue, the request, its arguments)."""
     return queue.Queue(), object(), object()
 
 
@@ -33,7 +34,7 @@ def test_a_request_opens_an_entry_and_its_queue_is_ours(engine, requests, reques
     (entry,) = engine.entries.values()
     assert isinstance(responses, queues.ResponseQueue)
     assert engine.entry_of(asked) is engine.entry_of(arguments) is entry
-    assert requests.get() == request_, "the engine gets what was put"
+    assert requests.get() == request_, "the engine gets the request itself"
     assert queue.Queue is not type(requests)
     assert type(queue.Queue()) is queue.Queue, "the standard library stays as it is"
 
@@ -47,7 +48,7 @@ def test_the_order_and_number_of_the_parts_do_not_matter(engine, requests, reque
     assert isinstance(request_[0], queues.ResponseQueue)
     (entry,) = engine.entries.values()
     engine.stop(entry)
-    assert requests.qsize() == 0, "withdrawn, as nobody waits for it"
+    assert requests.qsize() == 0, "withdrawn, because no client waits for it"
 
 
 @pytest.mark.parametrize("item", [None, "stop", (1, 2), ()])
@@ -98,7 +99,10 @@ def test_one_that_the_engine_lets_go_of_is_closed_where_no_handler_will(engine, 
 
 
 def test_a_token_is_told_by_what_it_has(engine, requests, request_):
-    """No name of the server is needed: what has a token or a text is one, and the first tells the class of the others."""
+    """The shim needs no name of the server: an object with a token or a text is a token.
+
+    The first one tells the class of the others.
+    """
     responses, _, _ = request_
     requests.put(request_)
     (entry,) = engine.entries.values()
@@ -106,7 +110,7 @@ def test_a_token_is_told_by_what_it_has(engine, requests, request_):
     assert entry.phase == PREFILL
     responses.put(types.SimpleNamespace(done=3))
     assert (entry.phase, engine.deliveries) == (PREFILL, 2), (
-        "progress of some other shape is a delivery, no token"
+        "progress of another shape is a delivery, not a token"
     )
     responses.put(types.SimpleNamespace(token=7))
     responses.put(types.SimpleNamespace(text="x"))

@@ -8,7 +8,7 @@ from kit.bad_requests import CASES, TEXT
 from shim.core.errors import ShimError
 from shim.guards.bad_request import body, schema
 
-# What only the loaded model can tell, or the tokenizer's template.
+# Only the loaded model, or the tokenizer's template, can tell these.
 LATER = {
     "top_k of the vocabulary",
     "top_k above the vocabulary",
@@ -25,19 +25,43 @@ def test_what_is_wrong_is_named(case):
     with pytest.raises(ShimError) as caught:
         schema.check(body.parse(case.raw), case.path != TEXT)
     assert (caught.value.status, caught.value.param) == (case.status, case.param)
-    assert len(json.dumps(caught.value.body())) < 500, "an error repeats no long input"
+    assert len(json.dumps(caught.value.body())) < 500, "an error must not repeat long input"
     json.dumps(caught.value.body()).encode()
 
 
 GOOD = {
-    "prompt": "x", "stream": False, "stream_options": {"include_usage": True}, "model": "default_model",
-    "draft_model": None, "adapters": None, "num_draft_tokens": 3, "max_completion_tokens": None, "max_tokens": 2**70,
-    "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0.05, "repetition_penalty": 1.1, "repetition_context_size": 0,
-    "presence_penalty": -2, "frequency_penalty": 2.0, "xtc_probability": 0.0, "xtc_threshold": 0.1,
-    "logit_bias": {"0": -100, "256": 1.5}, "logprobs": True, "top_logprobs": -1, "seed": 2**64 - 1,
-    "chat_template_kwargs": {"enable_thinking": False, "truncation": False, "max_length": None}, "stop": ["a", ""], "tools": [], "role_mapping": {"user": "U: "},
-    "n": 1, "user": None, "metadata": {"deep": [[[{}]]]}, "unknown": "\U0001f600",
-}  # fmt: skip
+    "prompt": "x",
+    "stream": False,
+    "stream_options": {"include_usage": True},
+    "model": "default_model",
+    "draft_model": None,
+    "adapters": None,
+    "num_draft_tokens": 3,
+    "max_completion_tokens": None,
+    "max_tokens": 2**70,
+    "temperature": 0,
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+    "repetition_context_size": 0,
+    "presence_penalty": -2,
+    "frequency_penalty": 2.0,
+    "xtc_probability": 0.0,
+    "xtc_threshold": 0.1,
+    "logit_bias": {"0": -100, "256": 1.5},
+    "logprobs": True,
+    "top_logprobs": -1,
+    "seed": 2**64 - 1,
+    "chat_template_kwargs": {"enable_thinking": False, "truncation": False, "max_length": None},
+    "stop": ["a", ""],
+    "tools": [],
+    "role_mapping": {"user": "U: "},
+    "n": 1,
+    "user": None,
+    "metadata": {"deep": [[[{}]]]},
+    "unknown": "\U0001f600",
+}
 
 
 @pytest.mark.parametrize(

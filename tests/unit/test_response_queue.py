@@ -28,7 +28,7 @@ def test_the_phases_of_a_request(engine, request_, token, context):
     responses.put(None)
     assert entry.phase == FINISHED
     assert engine.deliveries == 6
-    assert responses.qsize() == 6, "everything is delivered, whatever is noted"
+    assert responses.qsize() == 6, "everything is delivered, noted or not"
 
 
 def test_only_progress_that_advances_its_own_prompt_counts(engine, request_, context):
@@ -55,7 +55,7 @@ def test_a_stop_before_the_context_reaches_it(request_, context):
 
 
 def test_one_that_left_the_queue_is_not_leaving_the_engine(engine, request_):
-    """The generation thread never saw it: nobody would let go of it."""
+    """The generation thread never saw it, so nothing would let go of it."""
     requests = queue.Queue()
     engine.requests = requests
     kept, (entry, responses) = request_(), request_()
@@ -70,7 +70,7 @@ def test_one_that_left_the_queue_is_not_leaving_the_engine(engine, request_):
 
 
 def test_a_length_has_what_came_from_the_prompt_cache_in_it(request_, token, context):
-    """Stock reports progress of the rest alone; what is in the cache is the whole."""
+    """Stock reports progress of the rest only, but the cache holds the whole prompt."""
     entry, responses = request_()
     entry.prompt = 1000
     responses.put(context())

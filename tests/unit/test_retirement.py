@@ -1,15 +1,22 @@
-"""A guard whose defect is cured in stock retires, by what stock does; and one that cannot tell stays away."""
+"""A guard retires where stock behaves without the defect. A guard that cannot tell does not act."""
 
 from __future__ import annotations
 
 import types
+from http.server import ThreadingHTTPServer
 
 import pytest
 from mlx_lm import server as stock_server
 from mlx_lm.models import cache as stock
 
 from shim.core.verdicts import Incompatible, Retired
-from shim.guards import empty_model_list, exact_cache_hit, missing_include_usage, quadratic_search
+from shim.guards import (
+    empty_model_list,
+    exact_cache_hit,
+    missing_include_usage,
+    quadratic_search,
+    short_backlog,
+)
 
 
 def module(original, **cured):
@@ -44,10 +51,18 @@ class Handler(stock_server.APIHandler):
         self.wfile.write(b'{"object": "list", "data": []}')
 
 
+class Listener(ThreadingHTTPServer):
+    request_queue_size = 128
+
+
+def run_http_server(host, port, response_generator, server_class=Listener):
+    server_class((host, port), Handler).serve_forever()
+
+
 def test_stock_has_the_defects():
     for guard in (exact_cache_hit, quadratic_search):
         guard.probe(stock)
-    for guard in (missing_include_usage, empty_model_list):
+    for guard in (missing_include_usage, empty_model_list, short_backlog):
         guard.probe(stock_server)
 
 
@@ -58,6 +73,7 @@ def test_stock_has_the_defects():
         (quadratic_search, module(stock, PromptTrie=Linear)),
         (missing_include_usage, module(stock_server, APIHandler=Handler)),
         (empty_model_list, module(stock_server, APIHandler=Handler)),
+        (short_backlog, module(stock_server, _run_http_server=run_http_server)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -72,7 +88,7 @@ def test_a_search_that_finds_something_else_is_left_alone():
 
 
 def test_the_probes_leave_logging_alone():
-    """The first call of `logging.debug` sets logging up, and the server's own set-up would then do nothing."""
+    """The first `logging.debug` sets logging up, and the server's own set-up would do nothing."""
     names = {"debug", "info", "warning", "error", "exception"}
     quiet = types.SimpleNamespace(
         **dict.fromkeys(names, lambda *_, **__: pytest.fail("the probe logs"))
@@ -87,15 +103,17 @@ def test_what_goes_wrong_with_a_hit_is_computed_anew(capfd):
         None,
         tokens,
     )
-    assert "computed anew" in capfd.readouterr().err
+    assert "computed again" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("second", "expected"),
     [
-        (("cache", []), 1),  # an entry of all but the last token
+        # An entry of all but the last token.
+        (("cache", []), 1),
         (("cache", [2]), 2),
-        (("cache", [1, 2]), None),  # nothing of it is left
+        # Nothing of the entry is left.
+        (("cache", [1, 2]), None),
         ((None, [1, 2]), None),
     ],
 )
@@ -110,7 +128,7 @@ def test_the_rest_is_never_empty(second, expected):
 
 
 def test_a_cache_that_is_shorter_than_its_key_is_not_used():
-    """As stock stores them beside a draft model."""
+    """Stock stores such caches where it has a draft model."""
     answers = iter([("a cache", []), ([types.SimpleNamespace(offset=1)], [])])
     tokens = [1, 2, 3]
     assert exact_cache_hit._fetch(lambda *_: next(answers), None, ("model", tokens), {}) == (

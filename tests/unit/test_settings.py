@@ -139,7 +139,7 @@ def test_deadlines():
     ],
 )
 def test_what_asks_for_a_guard(monkeypatch, guard, given, reason):
-    """One declaration, SETTINGS, says it; a guard that is asked for is probed."""
+    """Only SETTINGS tells. A guard that a setting asks for is probed."""
     probed = []
     monkeypatch.setattr(settings, "current", settings.Settings(**given))
     monkeypatch.setattr(boot._guard(guard), "probe", probed.append)

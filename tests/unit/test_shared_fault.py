@@ -1,4 +1,4 @@
-"""Whose fault a fault is, and what is never contained."""
+"""Which request a fault belongs to, and which faults are never contained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shim.guards import shared_fault
 
 
 class Broken:
-    """A detokenizer that fails wherever it is touched."""
+    """A detokenizer that fails at every access."""
 
     def __init__(self, error):
         self.error = error
@@ -33,7 +33,7 @@ def engine(engine, monkeypatch):
 
 @pytest.fixture
 def inserted(engine, in_decode):
-    """A request in decode that has just been put into the batch: its entry and its queue."""
+    """A request in decode, just put into the batch. Returns its entry and its queue."""
     entry, responses = in_decode()
     engine.local.inserted = entry
     return entry, responses
@@ -68,7 +68,7 @@ def test_a_detokenizer_that_fails_ends_its_own_request(engine, inserted, token, 
 
 
 def test_a_detokenizer_that_cannot_be_made(inserted):
-    """As with 0.31.3 for a vocabulary with gaps: it is made after the request has gone into the batch."""
+    """0.31.3 with a vocabulary that has gaps: stock makes it after the request is in the batch."""
     entry, responses = inserted
     error = IndexError("list assignment index out of range")
 

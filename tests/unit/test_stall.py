@@ -24,21 +24,22 @@ def test_a_silent_decode_alone(engine, in_decode):
 
 
 def test_a_silent_decode_beside_a_prefill_of_others(engine, request_, context, in_decode):
-    """One step may prefill others for minutes: only what they are given meanwhile proves that a token was owed."""
+    """One step may prefill others for minutes. Only their deliveries prove that a token was due."""
     entry, _ = in_decode()
     _other, others = request_()
     others.put(context())
     engine.clock = 540.0
-    for n in range(1, 9):  # one step's progress
+    # The progress of one step.
+    for n in range(1, 9):
         others.put((n, 100))
     assert judge(engine, entry) is None
-    for n in range(9, 9 + stall.OTHERS):
+    for n in range(9, 9 + stall.STARVED_DELIVERIES):
         others.put((n, 100))
     assert "deliveries went to others" in judge(engine, entry)
 
 
 def test_steps_prove_more_than_deliveries(engine, request_, context, in_decode):
-    """Twenty-four requests arrive while one step runs for minutes, or were given the tokens of its last step after it."""
+    """24 requests arrive while one step runs for minutes, or get its last tokens after it."""
     engine.steps = 7
     entry, _ = in_decode()
     queues = [request_()[1] for _ in range(24)]
@@ -46,7 +47,9 @@ def test_steps_prove_more_than_deliveries(engine, request_, context, in_decode):
         responses.put(context())
     engine.clock = 590.0
     engine.steps = 8
-    assert judge(engine, entry) is None, "one more step is under way, or being handed out"
+    assert judge(engine, entry) is None, (
+        "one more step is running, or its tokens are being delivered"
+    )
     engine.steps = 9
     assert "no token for 590 s" in judge(engine, entry)
 
@@ -68,7 +71,7 @@ def test_a_prompt_whose_client_has_left_still_explains_the_silence(
 
 
 def test_an_engine_stuck_in_a_request_that_was_abandoned(engine, request_, monkeypatch, in_decode):
-    """Clients that give up sooner than the limit, and try again, must not hide it."""
+    """Clients that give up before the limit, and try again, must not hide it."""
     seen = []
     monkeypatch.setattr(stall, "_stalled_request", lambda entry, why: seen.append(entry))
     stuck, _ = in_decode()
@@ -116,7 +119,7 @@ def test_a_silent_prefill(engine, request_, context):
 
 
 def test_a_prefill_that_waits_for_its_turn(engine, request_, token, context, in_decode):
-    """Nothing of its prompt was done yet: while others are delivered to, it merely waits."""
+    """The engine has not begun its prompt. While others get deliveries, it only waits."""
     entry, responses = request_()
     responses.put(context())
     _, others = in_decode()
@@ -140,7 +143,7 @@ def test_a_queued_request(engine, request_, token, in_decode):
 
 
 def test_a_verdict_must_hold(engine, monkeypatch, token, in_decode):
-    """The watchdog may look while a step's deliveries are being handed out, one after another."""
+    """The watchdog may look in the middle of a step's deliveries."""
     seen = []
     monkeypatch.setattr(stall, "_stalled_request", lambda entry, why: seen.append(why))
     _entry, responses = in_decode()
@@ -185,7 +188,10 @@ def test_a_full_batch_is_no_stall_of_those_in_prefill(engine, request_, context,
 
 @pytest.fixture
 def answering(engine, monkeypatch):
-    """Deliveries cannot be seen. Answer n began at the clock's 0; `.frame` is where the generation thread stands."""
+    """Deliveries cannot be seen. Answer n began at 0 of the clock.
+
+    `.frame` is where the generation thread stands.
+    """
     monkeypatch.setattr(facts.known["deliveries"], "lost", "for a test")
     monkeypatch.setattr(stall._Standing, "frame", None)
     state = types.SimpleNamespace(frame=types.SimpleNamespace(f_lasti=1), verdicts=[], answers=[])

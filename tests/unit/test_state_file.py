@@ -1,4 +1,4 @@
-"""Where the state file is, whose it is, and that what is written is read."""
+"""Where the state file is, who owns it, and that the shim reads what it has written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heart is tried on copies of stock's own generator, and on generators of another make."""
+"""The heart is tried on copies of stock's own generator, and on other generators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shim.guards import generation_death, stall
 
 
 class Other:
-    """A generator with names of its own, and a loop that dies as it likes."""
+    """A generator with other names, and a loop that dies in its own way."""
 
     def __init__(self, provider, cache):
         self.inbox = queue.Queue()
@@ -67,7 +67,10 @@ def test_a_loop_with_another_name(generator, said):
 
 
 def test_no_thread_but_its_own_has_to_do_with_the_trial(monkeypatch):
-    """Threads that a program starts meanwhile are not waited for, and what ends them goes to the program's hook."""
+    """The trial does not wait for threads that a program starts meanwhile.
+
+    An exception that ends them goes to the program's hook.
+    """
     theirs, ours, over = [], [], threading.Event()
     monkeypatch.setattr(threading, "excepthook", theirs.append)
 
@@ -87,24 +90,24 @@ def test_no_thread_but_its_own_has_to_do_with_the_trial(monkeypatch):
         _loop = Other._loop
 
     started = time.monotonic()
-    assert trial.deaths(server(Busy), lambda copy: None, ours.append)
-    assert time.monotonic() - started < trial.LIMIT
+    assert trial.try_death(server(Busy), lambda copy: None, ours.append)
+    assert time.monotonic() - started < trial.WAIT_LIMIT
     assert [args.exc_type for args in theirs] == [ZeroDivisionError]
     assert [args.exc_type for args in ours] == [trial.Fault]
     over.set()
 
 
 def test_a_trial_in_a_program_with_a_hook_of_its_own(monkeypatch):
-    """Only what ends the thread of the trial is ours."""
+    """The shim takes only the exception that ends the thread of the trial."""
     theirs = []
     monkeypatch.setattr(threading, "excepthook", theirs.append)
-    assert trial.deaths(server(Other), lambda copy: None, lambda args: None)
+    assert trial.try_death(server(Other), lambda copy: None, lambda args: None)
     assert theirs == []
     assert threading.excepthook == theirs.append
 
 
 def test_stock_is_seen_to_deliver():
-    entry, engine = trial.in_decode(stock)
+    entry, engine = trial.try_decode(stock)
     assert (entry.phase, entry.tokens) == (DECODE, 1)
     assert engine.deliveries == 3
     assert stall.probe(stock) is None
@@ -118,14 +121,14 @@ def test_a_delivery_that_is_not_seen_is_no_active_guard(monkeypatch):
 
 def test_a_generator_without_a_queue_of_requests(monkeypatch):
     with pytest.raises(LookupError, match=r"no queue\.Queue of requests"):
-        trial.deliveries(server(Queueless))
-    trial.deliveries(stock)
+        trial.try_deliveries(server(Queueless))
+    trial.try_deliveries(stock)
 
 
 def test_what_cannot_be_tried_tells_nothing():
     assert trial.generator(types.SimpleNamespace(__name__="mlx_lm.server")) is None
-    assert trial.in_decode(types.SimpleNamespace(__name__="mlx_lm.server")) is None
-    assert not trial.deaths(
+    assert trial.try_decode(types.SimpleNamespace(__name__="mlx_lm.server")) is None
+    assert not trial.try_death(
         types.SimpleNamespace(__name__="mlx_lm.server"), lambda copy: None, lambda args: None
     )
 
@@ -134,7 +137,7 @@ def test_the_trials_take_milliseconds():
     started = time.perf_counter()
     generation_death.probe(stock)
     stall.probe(stock)
-    trial.deliveries(stock)
+    trial.try_deliveries(stock)
     assert time.perf_counter() - started < 2, "a generous bound: 5 ms where nothing else runs"
 
 

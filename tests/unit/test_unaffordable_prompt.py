@@ -1,4 +1,4 @@
-"""Which prompts are refused, by figures of the test's own: 100 bytes a token, hard at 10,000, 2,000 of them the model's."""
+"""Which prompts are refused. A token takes 100 bytes, hard is 10,000, the model takes 2,000."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Weight:
 
 
 class Machine:
-    """What MLX says, a prompt cache, and the guard."""
+    """The figures of MLX, a prompt cache, and the guard."""
 
     def __init__(self, engine):
         self.active, self.cached, self.trimmed = 2000, 0, []
@@ -95,7 +95,7 @@ def test_beside_others_it_is_503_and_by_the_longest_of_the_batch(machine, reques
 
 
 def test_what_is_in_use_for_the_moment_is_no_verdict_for_ever(machine, request_):
-    """Caches that wait for their turn are counted nowhere: with them it is 503, if at all."""
+    """Caches that wait for their turn are counted nowhere. They can only cause a 503."""
     entry, _ = request_()
     entry.phase, entry.prompt = DECODE, 1
     machine.ask(1)
@@ -104,7 +104,7 @@ def test_what_is_in_use_for_the_moment_is_no_verdict_for_ever(machine, request_)
 
 
 def test_caches_that_share_their_arrays_do_not_make_the_model_smaller(machine, engine):
-    """Two requests that continue one entry of the prompt cache, queued for the batch: each is counted with all of it."""
+    """Two queued requests continue one entry of the prompt cache. Each counts with all of it."""
     model = types.SimpleNamespace(
         parameters=lambda: {"layers": [{"w": Weight(1200)}, {"w": Weight(700)}]}
     )
@@ -113,7 +113,7 @@ def test_caches_that_share_their_arrays_do_not_make_the_model_smaller(machine, e
     engine.batch = lambda: types.SimpleNamespace(prompt_cache_nbytes=2 * 1900)
     machine.ask(1)
     machine.cached, machine.active, engine.batch = 0, 2000, lambda: None
-    assert machine.ask(81), "100 bytes beside the weights were not seen: it is told from them alone"
+    assert machine.ask(81), "100 bytes besides the weights were not seen: only the weights tell"
     assert machine.refused(82)[1].endswith("accepted: 81 (MLX_SHIM_MEMORY_HARD)")
 
 
@@ -129,7 +129,7 @@ def test_a_limit_below_the_model_refuses_nobody(machine):
 
 
 def test_a_limit_that_is_left_out_refuses_nobody(machine, engine):
-    """By exhausted_memory, since it is hardly above what the model takes: it says so."""
+    """exhausted_memory leaves it out, because it is hardly above the model, and says so."""
     machine.active = 9_700
     assert machine.refused(81)[0] == 400
     engine.ignored_limits.add("memory_soft")
@@ -143,7 +143,7 @@ def test_what_goes_wrong_here_refuses_nobody(machine, lines):
     assert machine.ask(10**6)
     assert machine.ask(10**6)
     assert len(lines) == 1
-    assert "what a prompt would take cannot be told" in lines[0]
+    assert "the memory that a prompt would take is not known" in lines[0]
 
 
 def test_the_overhead_is_what_mlx_does_not_count(machine, monkeypatch):

@@ -29,10 +29,19 @@ def test_ways_to_start_the_server(argv, wanted):
 
 @pytest.mark.parametrize(
     "argv",
-    [(), ("python",), ("python", "-m"), ("python", "-m", "mlx_lm", "generate"), ("python", "-m", "mlx_lm"),
-     ("python", "-c", "import mlx_lm"), ("uv", "run", "mlx_lm.server"), ("python", "server.py"), ("mlx-lm-shim", "doctor"),
-     ("sh", "-c", "mlx_lm.server")],
-)  # fmt: skip
+    [
+        (),
+        ("python",),
+        ("python", "-m"),
+        ("python", "-m", "mlx_lm", "generate"),
+        ("python", "-m", "mlx_lm"),
+        ("python", "-c", "import mlx_lm"),
+        ("uv", "run", "mlx_lm.server"),
+        ("python", "server.py"),
+        ("mlx-lm-shim", "doctor"),
+        ("sh", "-c", "mlx_lm.server"),
+    ],
+)
 def test_what_starts_no_server(argv):
     with pytest.raises(Refused, match="accepted: PYTHON -m mlx_lm server"):
         invocation.take_apart(argv)
@@ -43,8 +52,8 @@ def test_options_of_the_server_are_read_as_argparse_does():
     assert invocation.option(arguments, *invocation.MODEL) == (3, "b")
     assert invocation.option(arguments, *invocation.PORT) == (5, "2")
     assert invocation.option(arguments, *invocation.HOST) is None
-    assert invocation.replaced(arguments, 5, "4")[5] == "--po=4"
-    assert invocation.replaced(arguments, 3, "c")[3:5] == ["--model", "c"]
+    assert invocation.replace_option(arguments, 5, "4")[5] == "--po=4"
+    assert invocation.replace_option(arguments, 3, "c")[3:5] == ["--model", "c"]
 
 
 def test_the_interpreter_of_a_console_script(tmp_path):
@@ -58,7 +67,7 @@ def test_the_interpreter_of_a_console_script(tmp_path):
         script.write_text(text)
         assert invocation.interpreter_of(script) == wanted
     script.write_text("\x7fELF")
-    with pytest.raises(Refused, match="no console script"):
+    with pytest.raises(Refused, match="not a console script"):
         invocation.interpreter_of(script)
 
 
@@ -76,8 +85,14 @@ def test_what_is_no_secret(name):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("HF_TOKEN", "x"), ("AWS_SECRET_ACCESS_KEY", "x"), ("DB_PASSWORD", "x"), ("HFTOKEN", "x"), ("X", "hf_abcdefghijklmno"),
-     ("HTTPS_PROXY", "http://me:word@proxy:1")],
-)  # fmt: skip
+    [
+        ("HF_TOKEN", "x"),
+        ("AWS_SECRET_ACCESS_KEY", "x"),
+        ("DB_PASSWORD", "x"),
+        ("HFTOKEN", "x"),
+        ("X", "hf_abcdefghijklmno"),
+        ("HTTPS_PROXY", "http://me:word@proxy:1"),
+    ],
+)
 def test_what_is_a_secret(name, value):
     assert "can be read by others" in environ.secret(name, value)

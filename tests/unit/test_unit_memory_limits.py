@@ -1,4 +1,4 @@
-"""MLX_SHIM_MEMORY_SOFT and MLX_SHIM_MEMORY_HARD as the plist has them, by the machine and the model."""
+"""MLX_SHIM_MEMORY_SOFT and MLX_SHIM_MEMORY_HARD in the plist, by the machine and the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOFT, HARD = "MLX_SHIM_MEMORY_SOFT", "MLX_SHIM_MEMORY_HARD"
 
 @pytest.fixture
 def limits(shim, monkeypatch):
-    """What a plist of a machine of 64 GiB says: (soft, hard, stderr)."""
+    """The limits in a plist made on a machine of 64 GiB: (soft, hard, stderr)."""
     monkeypatch.setattr(memory, "total", lambda: 64 * GIB)
 
     def made(*command, env=()):
@@ -33,7 +33,8 @@ def limits(shim, monkeypatch):
 
 
 def test_limits_on_memory_in_the_plist(shim, limits, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))  # this shell's, which the unit does not have
+    # The shell has it, the unit does not.
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
     folder = weightless(tmp_path / "model", 20 * GIB)
     repo = weightless(tmp_path / "hub" / "models--some--draft" / "snapshots" / "abc", 4 * GIB)
     large = weightless(tmp_path / "large", 60 * GIB)
@@ -74,18 +75,18 @@ def test_limits_on_memory_in_the_plist(shim, limits, tmp_path, monkeypatch):
 
 
 def test_a_limit_that_is_given_and_the_other_in_the_plist(limits, tmp_path):
-    """Soft stays below hard, whichever of them is computed."""
+    """Soft stays below hard, whichever of the two is computed."""
     folder = weightless(tmp_path / "model", 20 * GIB)
     soft, hard, err = limits("--model", folder, env=[f"{HARD}=50000M"])
     assert (soft, hard) == ("45000M", "50000M")
     assert f"this machine's 64.00 GiB, held to 90% of the {HARD}=50000M that is given" in err
-    assert limits(env=[f"{HARD}=50%"])[:2] == ("29491M", "50%"), "nor does a share exceed it"
+    assert limits(env=[f"{HARD}=50%"])[:2] == ("29491M", "50%"), "a share does not exceed it either"
     assert limits("--model", folder, env=[f"{HARD}=56G"])[:2] == ("47513M", "56G"), (
         "it leaves room enough"
     )
     soft, hard, err = limits("--model", folder, env=[f"{SOFT}=54272M"])
     assert (soft, hard) == ("54272M", None)
-    assert f"no {HARD}: 54272M, which it would be, is not above the {SOFT}=54272M given" in err
+    assert f"no {HARD}: 54272M, which it would be, is not above the given {SOFT}=54272M" in err
     assert limits("--model", folder, env=[f"{SOFT}=53G"])[:2] == ("53G", None)
     assert limits("--model", folder, env=[f"{SOFT}=52G"])[:2] == ("52G", "54272M")
     soft, hard, err = limits("--model", folder, env=[f"{HARD}=lots"])

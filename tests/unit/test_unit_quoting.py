@@ -1,4 +1,4 @@
-"""What goes into a unit comes out of it, read by the format's own parser: arguments, variables and paths."""
+"""Arguments, variables and paths of a unit come out unchanged when the format's parser reads it."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ _ARGV = st.lists(_TEXT, max_size=6).map(lambda rest: ("/bin/python", *rest))
 _ENVIRON = st.dictionaries(
     st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True), _TEXT, max_size=4
 )
+# The filter is that of check_path.
 _PATH = _TEXT.map(lambda text: "/" + text.strip().strip("\\/")).filter(
     lambda path: path == path.strip()
-)  # as check_path has it
+)
 
 
 def unit(argv=("/bin/python",), environ=None, **more):
@@ -86,7 +87,7 @@ def test_systemd_as_check_reads_it(argv, environ):
 @settings(max_examples=3, deadline=None)
 @given(st.lists(st.tuples(_ARGV, _ENVIRON, _PATH), min_size=20, max_size=30))
 def test_systemd_as_systemd_reads_it(tmp_path_factory, units):
-    """systemd-analyze shows what it has read; $ stays doubled there, since that is undone when the service starts."""
+    """systemd-analyze shows what it has read. There $ stays doubled, until the service starts."""
     analyze = need("systemd-analyze")
     folder = tmp_path_factory.mktemp("units")
     for number, (argv, environ, log) in enumerate(units):
@@ -95,9 +96,11 @@ def test_systemd_as_systemd_reads_it(tmp_path_factory, units):
         ).files.values()
         (folder / f"local-{number:02}.service").write_text(text)
     shown = subprocess.run(
-        [analyze, "verify", "--man=no", *sorted(map(str, folder.iterdir()))], capture_output=True, check=False,
+        [analyze, "verify", "--man=no", *sorted(map(str, folder.iterdir()))],
+        capture_output=True,
+        check=False,
         env=os.environ | {"SYSTEMD_LOG_LEVEL": "debug"},
-    ).stdout.decode()  # fmt: skip
+    ).stdout.decode()
     parts = shown.split("-> Unit local-")[1:]
     seen = {}
     for part in parts:
@@ -105,7 +108,7 @@ def test_systemd_as_systemd_reads_it(tmp_path_factory, units):
         lines = [line.strip() for line in body.splitlines()]
         seen[int(number)] = (
             [
-                undone(x.removeprefix("Command Line: "))
+                unquote(x.removeprefix("Command Line: "))
                 for x in lines
                 if x.startswith("Command Line: ")
             ],
@@ -123,14 +126,14 @@ def test_systemd_as_systemd_reads_it(tmp_path_factory, units):
         assert [os.path.normpath(f) for f in folders] == [os.path.normpath(log)]
 
 
-def undone(shown: str) -> list[str]:
-    """The words of a command line as systemd shows it, which is as it would be written, but for the specifiers."""
+def unquote(shown: str) -> list[str]:
+    """The words of a command line that systemd shows: unit syntax, but without specifiers."""
     return words(shown.replace("%", "%%"))
 
 
 @pytest.fixture(scope="module")
 def supervisor_reads(tmp_path_factory):
-    """What supervisord's own parser makes of a configuration: its program."""
+    """Read a configuration with supervisord's own parser. Returns its program."""
     folder = tmp_path_factory.mktemp("supervisor")
 
     def read(text):
@@ -193,4 +196,4 @@ def test_supervisord_would_replace(word):
 @pytest.mark.parametrize("text", ["a\nb", "a\x00b", "\x1b[0m", "a\tb", "\u2028", "\udcff"])
 def test_what_no_format_can_hold_is_refused(text):
     with pytest.raises(Refused, match="has a newline"):
-        server.validated(("/bin/python", text), {}, "/", Path("/"))
+        server.validate(("/bin/python", text), {}, "/", Path("/"))

@@ -11,7 +11,7 @@ from shim.units import check, shell
 
 SERVER = (python_of(NEWEST), "-m", "mlx_lm", "server", "--model", "some/model")
 COMMAND = " ".join(SERVER)
-# A way to run the server: what defeats the shim in it, a note, or None for nothing.
+# Ways to run the server, and what the check says of each: a defeat, a note, or None.
 WRAPPERS = {
     f"exec {COMMAND}": None,
     f"cd / && exec {COMMAND}": None,
@@ -25,21 +25,30 @@ WRAPPERS = {
     f"{COMMAND} 2>&1 | tee /tmp/log": "DEFEATS: {}: the status of a pipe",
     f"exec {COMMAND} | tee /tmp/log": "DEFEATS: {}: the status of a pipe",
     f"nohup {COMMAND} &": "DEFEATS: {}: & puts the server into the background",
-    f"while true; do {COMMAND}; sleep 5; done": "DEFEATS: {}: the shell's status is that of what follows",
+    f"while true; do {COMMAND}; sleep 5; done": (
+        "DEFEATS: {}: the shell's status is that of what follows"
+    ),
 }
 
 
 @pytest.fixture
 def look(tmp_path):
-    """What --check says of a plist that is good but for its command, and for its environment where `environ` is False."""
+    """What --check says of a good plist with another command.
+
+    With `environ` False its environment is empty too.
+    """
 
     def look_at(argv, *, environ=True):
         file = tmp_path / "plist"
         plist = {
-            "Label": "x", "ProgramArguments": list(argv), "KeepAlive": True, "ExitTimeOut": 40, "StandardErrorPath": "/log",
+            "Label": "x",
+            "ProgramArguments": list(argv),
+            "KeepAlive": True,
+            "ExitTimeOut": 40,
+            "StandardErrorPath": "/log",
             "EnvironmentVariables": {"PYTHONPATH": str(REPO)} if environ else {},
             "SoftResourceLimits": {"NumberOfFiles": 4096},
-        }  # fmt: skip
+        }
         file.write_bytes(plistlib.dumps(plist))
         file.chmod(0o644)
         return [str(f).removeprefix(f"{file}: ") for f in check.findings("launchd", file, REPO)]
@@ -69,7 +78,10 @@ def test_a_shell_in_between(look, tmp_path, text, says):
 
 def test_a_shell_finds_programs_and_homes_by_itself(look, monkeypatch):
     monkeypatch.setenv("HOME", str(REPO.parent))
-    text = f"export PYTHONPATH=~/{REPO.name} && source ~/v/bin/activate && exec mlx_lm.server --model ~/m"
+    text = (
+        f"export PYTHONPATH=~/{REPO.name} && source ~/v/bin/activate"
+        " && exec mlx_lm.server --model ~/m"
+    )
     assert look(["/bin/zsh", "-lc", text], environ=False) == []
 
 

@@ -20,8 +20,9 @@ KINDS = sorted(cli.KINDS)
 
 
 def documented() -> dict[str, str]:
-    """The table in docs/launchd-keys.md: key, or key and inner key, and types."""
-    lines = (REPO / "docs" / "launchd-keys.md").read_text().splitlines()
+    """The table in docs/launchd.md: key, or key and inner key, and types."""
+    page = (REPO / "docs" / "launchd.md").read_text()
+    lines = page.partition("\n## Keys of launchd.plist\n")[2].splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
     return {key.replace("`", ""): types for key, types in rows}
 
@@ -30,7 +31,7 @@ TYPES = {"string": str, "boolean": bool, "integer": int, "array": list, "diction
 
 
 def check_plist(plist) -> None:
-    """Every key is documented, and its value of a documented type."""
+    """Check that every key is documented, and that its value has a documented type."""
     table = documented()
 
     def check(name, value):
@@ -96,7 +97,7 @@ SECTIONS = {
         LimitNOFILE=4096
         WorkingDirectory=/
     """,
-    # it knows no limits of a program: the advice names what stands for LimitNOFILE
+    # It has no limits for a program. The advice says what to use instead of LimitNOFILE.
     "supervisord": """
         autostart=true
         autorestart=true
@@ -142,9 +143,24 @@ def test_systemd_takes_the_service(shim, model, tmp_path, more):
     analyze = need("systemd-analyze")
     log = tmp_path / "100% log"
     status, out, err = shim(
-        "systemd", "--name", "local-mlx", "--output", tmp_path, "--log", log, *more,
-        "--", PYTHON, "-m", "mlx_lm", "server", "--model", model, "--chat-template", "100% of $HOME \"'\\",
-    )  # fmt: skip
+        "systemd",
+        "--name",
+        "local-mlx",
+        "--output",
+        tmp_path,
+        "--log",
+        log,
+        *more,
+        "--",
+        PYTHON,
+        "-m",
+        "mlx_lm",
+        "server",
+        "--model",
+        model,
+        "--chat-template",
+        "100% of $HOME \"'\\",
+    )
     assert status == 0, err
     files = out.split()
     assert [Path(f).suffix for f in files] == (
@@ -154,9 +170,12 @@ def test_systemd_takes_the_service(shim, model, tmp_path, more):
         if manager and "--daemon" in more:
             continue
         verified = subprocess.run(
-            [analyze, *manager, "verify", "--man=no", *files], capture_output=True, text=True, check=False,
+            [analyze, *manager, "verify", "--man=no", *files],
+            capture_output=True,
+            text=True,
+            check=False,
             env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)},
-        )  # fmt: skip
+        )
         ours = [
             line for line in (verified.stdout + verified.stderr).splitlines() if "local-mlx" in line
         ]
@@ -186,7 +205,7 @@ def test_what_is_made_passes_its_own_check(shim, model, tmp_path, kind, socket):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_but_the_unit_on_stdout_and_the_same_every_time(model, kind, tmp_path):
-    """In processes of their own, which order their sets and dictionaries of strings by another hash."""
+    """In two processes, whose sets of strings have another order because of another hash."""
     shell = [("MLX_SHIM_STRICT", "1"), ("MLX_SHIM_DRAIN", "1m"), ("MLX_SHIM_MAX_INFLIGHT", "8")]
     command = [
         PYTHON,
@@ -207,9 +226,13 @@ def test_nothing_but_the_unit_on_stdout_and_the_same_every_time(model, kind, tmp
     said = []
     for seed, given in (("1", shell), ("2", reversed(shell))):
         child = subprocess.run(
-            [*command, "--model", model], cwd=REPO, env=kept | dict(given) | {"PYTHONHASHSEED": seed},
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            [*command, "--model", model],
+            cwd=REPO,
+            env=kept | dict(given) | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         said.append((child.stdout, child.stderr))
     assert said[0] == said[1]
     assert said[0][0].startswith(
@@ -234,13 +257,16 @@ def test_refusals_say_what_was_given_and_what_is_accepted(shim, model, tmp_path,
         (["--", "X=1", PYTHON, *server], "give it as --env X=VALUE"),
         (["--", "/no/python", *server], "'/no/python' does not exist"),
         (["--", "no-such-python", *server], "is not on PATH"),
-        (["--", model, *server], "is no program that can be run"),
+        (["--", model, *server], "is not a program that can be run"),
         (["--", PYTHON, "-I", *server], "-I isolates Python from PYTHONPATH"),
         (["--", PYTHON, "-uE", *server], "-E makes Python ignore PYTHONPATH"),
         (["--", PYTHON, "-S", *server], "-S makes Python import no sitecustomize"),
         (["--", "./mlx_lm.server"], "-E makes Python ignore PYTHONPATH"),
-        (["--", "./python3", *server], "is no Python that can run: status 3"),
-        (["--", PYTHON, *server, "--model", "./nothing"], "--model './nothing' does not exist; accepted: a folder"),
+        (["--", "./python3", *server], "is not a Python that can run: status 3"),
+        (
+            ["--", PYTHON, *server, "--model", "./nothing"],
+            "--model './nothing' does not exist; accepted: a folder",
+        ),
         (["--", PYTHON, *server, "--model", "a/b/c"], "does not exist; accepted: a folder"),
         (["--", PYTHON, *server, "--adapter-path", "a/b"], "--adapter-path 'a/b' does not exist"),
         (["--", PYTHON, *server, "--port", "x"], "--port 'x' is not a port"),
@@ -249,13 +275,22 @@ def test_refusals_say_what_was_given_and_what_is_accepted(shim, model, tmp_path,
         (["--env", "X", "--", PYTHON, *server], "--env takes NAME=VALUE"),
         (["--env", "HF_TOKEN=abc", "--", PYTHON, *server], "the hub's token file"),
         (["--env", "OPENAI_API_KEY=abc", "--", PYTHON, *server], "MLX_SHIM_API_KEY_FILE names one"),
-        (["--env", "MLX_SHIM_API_KEY=abc", "--", PYTHON, *server], "MLX_SHIM_API_KEY_FILE names one"),
-        (["--env", "MLX_SHIM_API_KEY_FILE=/no/file", "--", PYTHON, *server], "names no file that is there"),
-        (["--env", "MLX_SHIM_DRAIN=soon", "--", PYTHON, *server], "MLX_SHIM_DRAIN='soon' is not valid; accepted: a dur"),
-        (["--workdir", "nowhere", "--", PYTHON, *server], "--workdir 'nowhere' is no folder"),
+        (
+            ["--env", "MLX_SHIM_API_KEY=abc", "--", PYTHON, *server],
+            "MLX_SHIM_API_KEY_FILE names one",
+        ),
+        (
+            ["--env", "MLX_SHIM_API_KEY_FILE=/no/file", "--", PYTHON, *server],
+            "names no file that exists",
+        ),
+        (
+            ["--env", "MLX_SHIM_DRAIN=soon", "--", PYTHON, *server],
+            "MLX_SHIM_DRAIN='soon' is not valid; accepted: a dur",
+        ),
+        (["--workdir", "nowhere", "--", PYTHON, *server], "--workdir 'nowhere' is not a folder"),
         (["--check", "nowhere"], "nowhere cannot be read"),
         (["--check", model, "--", PYTHON], "takes a FILE and no server command"),
-    ]  # fmt: skip
+    ]
     if other:
         cases.append(
             (
@@ -275,7 +310,8 @@ def test_refusals_say_what_was_given_and_what_is_accepted(shim, model, tmp_path,
     status, out, err = shim("systemd", "--socket", "--", PYTHON, *server, "--model", model)
     assert (status, out) == (2, "")
     assert "name a folder for them with --output DIR" in err
-    early = ("--notify", "--env", "MLX_SHIM_GIL_DEADLINE=1s")  # the server takes 300 s for it
+    # The server would use 300 s instead.
+    early = ("--notify", "--env", "MLX_SHIM_GIL_DEADLINE=1s")
     status, out, err = shim("systemd", *early, "--", PYTHON, *server, "--model", model)
     assert (status, out) == (2, "")
     assert (
@@ -301,8 +337,16 @@ def test_relative_paths_become_absolute_and_links_stay(shim, model, tmp_path, mo
     monkeypatch.setenv("HF_HOME", "/somewhere")
     site = next((Path(PYTHON).parents[1] / "lib").glob("python3*")) / "site-packages"
     status, out, err = shim(
-        "launchd", "--env", f"PYTHONPATH=own:{site}", "--", "bin/python", "-m", "mlx_lm", "server", "--model=model",
-    )  # fmt: skip
+        "launchd",
+        "--env",
+        f"PYTHONPATH=own:{site}",
+        "--",
+        "bin/python",
+        "-m",
+        "mlx_lm",
+        "server",
+        "--model=model",
+    )
     assert status == 0, err
     plist = plistlib.loads(out.encode())
     assert plist["ProgramArguments"] == [
@@ -313,9 +357,12 @@ def test_relative_paths_become_absolute_and_links_stay(shim, model, tmp_path, mo
         f"--model={tmp_path}/model",
     ]
     assert plist["EnvironmentVariables"] == {
-        "PYTHONPATH": f"{REPO}:{tmp_path}/own:{site}", "MLX_SHIM_MAX_TOKENS": "100", "MLX_SHIM_API_KEY_FILE": str(key),
-        "MLX_SHIM_MEMORY_SOFT": "70%", "MLX_SHIM_MEMORY_HARD": "80%",
-    }  # fmt: skip
+        "PYTHONPATH": f"{REPO}:{tmp_path}/own:{site}",
+        "MLX_SHIM_MAX_TOKENS": "100",
+        "MLX_SHIM_API_KEY_FILE": str(key),
+        "MLX_SHIM_MEMORY_SOFT": "70%",
+        "MLX_SHIM_MEMORY_HARD": "80%",
+    }
     assert "HF_HOME is set here, and the unit does not have it" in err
 
 

@@ -1,4 +1,7 @@
-"""What systemd is told second by second, without a socket: how long a start may ask for more time, and in which words."""
+"""What the shim tells systemd each second, without a socket.
+
+How long a start may ask for more time, and in which words.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ MORE = {"EXTEND_TIMEOUT_USEC": 60_000_000}
 
 @pytest.fixture
 def sent(engine, monkeypatch):
-    """What was sent, each a dictionary."""
+    """The messages that were sent, each as a dictionary."""
     told = []
     monkeypatch.setattr(unseen_by_systemd, "engine", engine)
     monkeypatch.setattr(sd_notify, "send", lambda **assignments: told.append(assignments))
@@ -22,7 +25,7 @@ def sent(engine, monkeypatch):
 
 
 def extended(sent, told, seconds):
-    """How often more time was asked for, looking once a second."""
+    """How often the shim asked for more time, with a look each second."""
     before = sent.count(MORE)
     for now in seconds:
         told._tell(float(now))

@@ -1,4 +1,4 @@
-"""The order of wrappers is part of the design: the table in docs/how-it-works.md is what both lines have."""
+"""The order of wrappers is part of the design. docs/how-it-works.md has it for both lines."""
 
 from __future__ import annotations
 
@@ -13,39 +13,64 @@ def layers(request, tmp_path_factory):
 
 
 def test_the_page_has_the_order_of_both_lines(tmp_path):
-    assert wrapping.written() == wrapping.table(tmp_path), (
-        "python tests/bench/wrapping.py writes it"
-    )
+    assert wrapping.written() == wrapping.table(tmp_path), "run python tests/bench/wrapping.py"
 
 
-# Outer before inner, and why it has to be so.
+# Why a wrapper must be outside another one: the function, the outer, the inner.
 ORDERS = {
-    "what is refused must not have a model downloaded first": (
-        "ResponseGenerator.generate", "endless_wait", "dropped_model",
+    "a refused request must not download a model first": (
+        "ResponseGenerator.generate",
+        "endless_wait",
+        "dropped_model",
     ),
-    "one model under two names is one, before it is looked at": (
-        "ResponseGenerator.generate", "needless_reload", "dropped_model",
+    "one model under two names becomes one name before it is checked": (
+        "ResponseGenerator.generate",
+        "needless_reload",
+        "dropped_model",
     ),
     "a body is bounded before it is read": ("APIHandler.do_POST", "unbounded_body", "bad_request"),
-    "a deadline is set before anything is read": ("APIHandler.do_POST", "slow_client", "unbounded_body"),
-    "no body is read while the process ends": ("APIHandler.do_POST", "drain", "slow_client"),
-    "a refusal for want of memory is answered by wrong_status on do_POST": (
-        "APIHandler.do_POST", "bad_request", "wrong_status",
+    "a deadline is set before anything is read": (
+        "APIHandler.do_POST",
+        "slow_client",
+        "unbounded_body",
     ),
-    "a refused place is answered by wrong_status": ("APIHandler.handle_completion", "wrong_status", "unlimited_queue"),
+    "no body is read while the process ends": ("APIHandler.do_POST", "drain", "slow_client"),
+    "wrong_status on do_POST answers a refusal for lack of memory": (
+        "APIHandler.do_POST",
+        "bad_request",
+        "wrong_status",
+    ),
+    "wrong_status answers a refusal of unlimited_queue": (
+        "APIHandler.handle_completion",
+        "wrong_status",
+        "unlimited_queue",
+    ),
     "a client that has left is seen before its text is tried": (
-        "ResponseGenerator._tokenize", "killer_request", "abandoned_request",
+        "ResponseGenerator._tokenize",
+        "killer_request",
+        "abandoned_request",
     ),
     "an entry owns its bytes before they are counted": (
-        "LRUPromptCache.insert_cache", "overfull_prompt_cache", "pinned_batch",
+        "LRUPromptCache.insert_cache",
+        "overfull_prompt_cache",
+        "pinned_batch",
     ),
     "an entry that cannot be counted is left out before it is copied": (
-        "LRUPromptCache.insert_cache", "shared_fault", "pinned_batch",
+        "LRUPromptCache.insert_cache",
+        "shared_fault",
+        "pinned_batch",
     ),
     "a load in progress is known while the shim waits for memory": (
-        "ModelProvider.load_default", "observe", "crash_loop",
+        "ModelProvider.load_default",
+        "observe",
+        "crash_loop",
     ),
-}  # fmt: skip
+    "a server class that is not stock's counts as a program's, which handles its sockets itself": (
+        "mlx_lm.server._run_http_server",
+        "refused_while_down",
+        "short_backlog",
+    ),
+}
 
 
 @pytest.mark.parametrize("why", ORDERS)

@@ -1,8 +1,10 @@
-"""A request with a wrong value is accepted, and fails late: in silence, as a 404, or for everybody at once.
+"""A request with a wrong value is accepted and fails late, sometimes for all clients.
 
-Stock checks some fields. What it lets through kills the generation thread (an empty prompt, a stop word that is no
-string), the process (a logit_bias id out of range) or the connection (a body that is not UTF-8, a seed below zero).
-Here the body is checked as a whole before stock acts on it, and what it cannot work on is 400, naming the field.
+Such a request fails silently, with 404, or takes the server down. Stock checks some fields. A
+value that it lets through can kill the generation thread (an empty prompt, a stop word that is
+not a string), the process (a logit_bias id out of range) or the connection (a body that is not
+UTF-8, a negative seed). Here the whole body is checked before stock acts on it. A value that
+stock cannot work on gets 400 with the name of the field.
 """
 
 from __future__ import annotations
@@ -19,9 +21,8 @@ UPSTREAM = "mlx-lm 1505, 1693; docs/bad-requests.md has what was seen"
 MODULE = "mlx_lm.server"
 
 BAD_REQUEST = 400
-PIECE = (
-    1 << 16
-)  # bytes read at a time: no buffer of the announced size for a client that sends nothing
+# Bytes read at a time. A client that announces much and sends nothing must not get a large buffer.
+READ_SIZE = 1 << 16
 
 
 def probe(server: Any) -> None:
@@ -39,7 +40,7 @@ def apply(server: Any) -> None:
 
 
 class _Body:
-    """A handler's `rfile` whose `read` gives a body that has passed the checks."""
+    """A handler's `rfile` whose `read` returns only a body that has passed the checks."""
 
     def __init__(self, handler: Any) -> None:
         self.asked_for = False
@@ -50,7 +51,7 @@ class _Body:
         self.asked_for = True
         raw = bytearray()
         while len(raw) < size:
-            piece = self._raw.read(min(PIECE, size - len(raw)))
+            piece = self._raw.read(min(READ_SIZE, size - len(raw)))
             if not piece:
                 raise ShimError(
                     400,
@@ -70,7 +71,8 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     instance.rfile = checked = _Body(instance)
     try:
         wrapped(*args, **kwargs)
-        if not checked.asked_for:  # stock has answered, that there is no such path
+        # Stock has answered that there is no such path.
+        if not checked.asked_for:
             answers.read_out(instance.connection)
     except ShimError as error:
         answers.refuse(instance, error)
@@ -79,8 +81,8 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def _set_completion_headers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """What stock itself refuses, in the same shape: it answers 400 from an except block."""
-    status = args[0] if args else kwargs.get("status_code", 200)
+    """Answer in the shim's shape where stock itself refuses: with 400, from an except block."""
+    status = patch.given(wrapped, args, kwargs, "status_code", 0)
     cause = sys.exc_info()[1]
     if status == BAD_REQUEST and isinstance(cause, Exception) and isinstance(instance.rfile, _Body):
         if isinstance(cause, ShimError):

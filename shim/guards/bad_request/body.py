@@ -1,4 +1,4 @@
-"""A request's body as JSON: what the server can work on at all, whatever it asks for."""
+"""Reads a request's body as JSON, and refuses what the server cannot work on at all."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from typing import Any
 
 from ...core.errors import ShimError, invalid
 
-DEPTH = 100  # levels of nesting in the body; json, Jinja and pickle each recurse
-BRACKETS = 1_000_000  # lists and objects in it: a Python object each, and more where the body is debugged or checked
-_LONGEST_SHOWN = 2**64 - 1
+# Levels of nesting in the body; json, Jinja and pickle each recurse.
+MOST_LEVELS = 100
+# Lists and objects in the body. Each becomes a Python object, and several where stock logs the body
+# or the shim checks it.
+MOST_BRACKETS = 1_000_000
+# An error repeats a whole number up to this size, and tells only the bits of a larger one.
+_LARGEST_SHOWN = 2**64 - 1
+# Characters of a value, or of a field's name, that an error repeats.
+_SHOWN_LENGTH = 60
 
 
 def parse(raw: bytes) -> dict[str, Any]:
-    """The body as a dict. Raises ShimError 400 where it is no JSON object that the server can work on."""
+    """The body as a dict. Raises ShimError 400 where the server cannot work on it."""
     brackets = raw.count(b"[") + raw.count(b"{")
-    if brackets > BRACKETS:
+    if brackets > MOST_BRACKETS:
         raise ShimError(
-            400, "invalid_json", f"the body has {brackets} brackets; accepted: {BRACKETS}"
+            400, "invalid_json", f"the body has {brackets} brackets; accepted: {MOST_BRACKETS}"
         )
     try:
         body = json.loads(raw.decode(), parse_constant=_no_constant)
@@ -28,9 +34,10 @@ def parse(raw: bytes) -> dict[str, Any]:
         ) from None
     except RecursionError:
         raise ShimError(
-            400, "invalid_json", f"the body is nested too deep; accepted: {DEPTH} levels"
+            400, "invalid_json", f"the body is nested too deep; accepted: {MOST_LEVELS} levels"
         ) from None
-    except ValueError as error:  # JSONDecodeError, or an integer of more digits than Python reads
+    # JSONDecodeError, or an integer with more digits than Python reads.
+    except ValueError as error:
         raise ShimError(400, "invalid_json", f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise ShimError(
@@ -41,20 +48,19 @@ def parse(raw: bytes) -> dict[str, Any]:
 
 
 def describe_value(value: Any) -> str:
-    """A value as an error repeats it: its kind, and itself where it is short."""
+    """A value as an error repeats it: its kind, and the value itself where it is short."""
     kind = _kind(value)
     if isinstance(value, (bool, type(None), list, dict)):
         return kind
-    text = (
-        json.dumps(value)
-        if isinstance(value, str) or _is_short(value)
-        else f"of {value.bit_length()} bits"
-    )
-    return f"{kind} {text if len(text) <= 60 else text[:57] + '...'}"  # noqa: PLR2004
+    if isinstance(value, str) or _is_short(value):
+        text = json.dumps(value)
+    else:
+        text = f"of {value.bit_length()} bits"
+    return f"{kind} {text if len(text) <= _SHOWN_LENGTH else text[: _SHOWN_LENGTH - 3] + '...'}"
 
 
 def _is_short(value: float) -> bool:
-    return isinstance(value, float) or -_LONGEST_SHOWN <= value <= _LONGEST_SHOWN
+    return isinstance(value, float) or -_LARGEST_SHOWN <= value <= _LARGEST_SHOWN
 
 
 def _hex(error: UnicodeDecodeError) -> str:
@@ -62,7 +68,7 @@ def _hex(error: UnicodeDecodeError) -> str:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _kind(value: Any) -> str:
@@ -79,24 +85,29 @@ def _kind(value: Any) -> str:
 
 
 def _walk(body: Any) -> None:
-    """Refuse nesting beyond DEPTH, and strings that no tokenizer can encode, wherever in the body."""
+    """Refuse nesting beyond MOST_LEVELS, and strings that no tokenizer can encode."""
     level: list[tuple[str, Any]] = [("", body)]
-    for _ in range(DEPTH):
+    for _ in range(MOST_LEVELS):
         level = [(top, item) for where, outer in level for top, item in _inner(where, outer)]
         if not level:
             return
     field = _field(level[0][0])
-    raise invalid(field, f"{field} is nested too deep; accepted: {DEPTH} levels in the body")
+    accepted = f"accepted: {MOST_LEVELS} levels in the body"
+    raise invalid(field, f"{field} is nested too deep; {accepted}")
 
 
 def _inner(top: str, outer: Any) -> Iterator[tuple[str, Any]]:
-    """The lists and objects in a list or an object, each with the field of the request that it is part of."""
+    """The lists and objects in a list or an object, each with the request's field it is part of.
+
+    Refuses a string in it that cannot be encoded.
+    """
     if outer.__class__ is dict:
         for key, item in outer.items():
             _encodable(top or key, key)
             yield from _inner(top or key, [item])
         return
-    for item in outer:  # of numbers there may be millions
+    # It may hold millions of numbers.
+    for item in outer:
         kind = item.__class__
         if kind is str:
             _encodable(top, item)
@@ -105,7 +116,7 @@ def _inner(top: str, outer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _field(top: str) -> str:
-    return top[:60].encode(errors="replace").decode()
+    return top[:_SHOWN_LENGTH].encode(errors="replace").decode()
 
 
 def _encodable(top: str, text: str) -> None:
@@ -113,7 +124,5 @@ def _encodable(top: str, text: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            field = _field(top)
-            raise invalid(
-                field, f"{field} has half a surrogate pair, \\u{ord(text[error.start]):04x}"
-            ) from None
+            field, half = _field(top), f"\\u{ord(text[error.start]):04x}"
+            raise invalid(field, f"{field} has half a surrogate pair, {half}") from None

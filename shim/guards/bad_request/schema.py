@@ -1,7 +1,8 @@
-"""What a completion request may say: the schema of its body, checked before the stock server acts on any of it.
+"""The schema of a completion request: each field is checked before stock acts on any of them.
 
-It refuses what the stock server refuses, and what it accepts and then fails on, often for everybody (mlx-lm 1505's
-comments; T3, T8 to T15 in the project's list of failure modes). What passes keeps its stock meaning.
+It refuses what stock refuses. It also refuses what stock accepts and then fails on, often for all
+requests at once: the comments of mlx-lm 1505, and docs/bad-requests.md, list what was seen. A
+body that passes keeps its meaning.
 """
 
 from __future__ import annotations
@@ -14,29 +15,43 @@ from typing import Any
 from ...core.errors import invalid
 from .body import describe_value
 
-STOPS, STOP_LENGTH = (
-    64,
-    2048,
-)  # stop strings, and characters in all: stock builds two automata of them, and keeps 100
-DRAFTS = 64  # tokens guessed at a time: until they are, nobody else has a turn
-LARGEST = 3.4e38  # what still is a finite float32
-WEIGHT = (
-    1e4  # of a penalty or a bias; with much more the log-probabilities are no numbers, and no JSON
-)
-INT32, UINT64 = 2**31 - 1, 2**64 - 1
-# chat_template_kwargs reach apply_chat_template as keywords: these are not variables of the template but change what
-# the call does or returns, and a template of the client's own can run for ever in the generation thread.
-RESERVED = {
-    "chat_template", "max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
-    "tokenizer_kwargs", "truncation",
-}  # fmt: skip
-GIVEN_BY_STOCK = {"add_generation_prompt", "conversation", "tokenize", "tools"}  # twice is an error
+# Stop strings of a request, and characters in all of them. Stock builds two automata of them, and
+# keeps those of 100 requests.
+MOST_STOPS = 64
+MOST_STOP_CHARACTERS = 2048
+# Tokens that a draft model guesses at a time: other requests wait until it has guessed them.
+MOST_DRAFT_TOKENS = 64
+# The largest number that is still a finite float32.
+LARGEST_FLOAT = 3.4e38
+# The largest penalty or bias. With a much larger one the log-probabilities become NaN, which JSON
+# does not have.
+LARGEST_WEIGHT = 1e4
+LARGEST_INT32, LARGEST_UINT64 = 2**31 - 1, 2**64 - 1
+# Digits of a token id in logit_bias.
+MOST_ID_DIGITS = 10
+# Characters of a key that an error repeats.
+_SHOWN_LENGTH = 40
+# Stock passes chat_template_kwargs to apply_chat_template as keywords. These keywords are not
+# variables of the template: they change what the call does or returns. A template that a client
+# sends can run forever in the generation thread.
+RESERVED_KEYWORDS = {
+    "chat_template",
+    "max_length",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenizer_kwargs",
+    "truncation",
+}
+# Stock passes these itself, and Python refuses a keyword that is given twice.
+KEYWORDS_OF_STOCK = {"add_generation_prompt", "conversation", "tokenize", "tools"}
 
 Check = Callable[[str, Any], None]
 
 
 def check(body: dict[str, Any], chat: bool) -> None:
-    """Raise ShimError 400 for the first field that is not as accepted; `chat` where the path is a chat's."""
+    """Raise ShimError 400 for the first field that is not accepted; `chat`: a chat's path."""
     for name, test in _FIELDS.items():
         if name in body:
             test(name, body[name])
@@ -49,34 +64,26 @@ def check(body: dict[str, Any], chat: bool) -> None:
 
 
 def _whole(low: int, high: int | None = None, *, null: bool = False) -> Check:
-    accepted = (
-        f"a whole number, {low} or more" if high is None else f"a whole number from {low} to {high}"
-    )
+    bounds = f", {low} or more" if high is None else f" from {low} to {high}"
+    accepted = f"a whole number{bounds}{', or null' if null else ''}"
 
     def test(name: str, value: Any) -> None:
         fits = type(value) is int and low <= value and (high is None or value <= high)
         if not fits and not (null and value is None):
-            raise invalid(
-                name,
-                f"{name} is {describe_value(value)}; accepted: {accepted}{', or null' if null else ''}",
-            )
+            raise invalid(name, f"{name} is {describe_value(value)}; accepted: {accepted}")
 
     return test
 
 
-def _number(low: float, high: float = LARGEST, *, point: bool = False) -> Check:
-    """A finite number; with `point`, as stock has it, one that is written with a decimal point."""
-    accepted = f"a number, {low:g} or more"
-    accepted = accepted if high == LARGEST else f"a number from {low:g} to {high:g}"
-    accepted += ", written with a decimal point" if point else ""
+def _number(low: float, high: float = LARGEST_FLOAT, *, point: bool = False) -> Check:
+    """A finite number; with `point`, as stock wants it, one that has a decimal point."""
+    bounds = f", {low:g} or more" if high == LARGEST_FLOAT else f" from {low:g} to {high:g}"
+    accepted = f"a number{bounds}{', written with a decimal point' if point else ''}"
 
     def test(name: str, value: Any) -> None:
         fits = type(value) is float or (type(value) is int and not point)
-        if (
-            not fits
-            or (isinstance(value, float) and not math.isfinite(value))
-            or not low <= value <= high
-        ):
+        finite = fits and (type(value) is int or math.isfinite(value))
+        if not finite or not low <= value <= high:
             raise invalid(name, f"{name} is {describe_value(value)}; accepted: {accepted}")
 
     return test
@@ -91,42 +98,43 @@ def _typed(accepted: str, *types: type) -> Check:
 
 
 def _stop(name: str, value: Any) -> None:
-    accepted = f"a string or a list of at most {STOPS} strings, {STOP_LENGTH} characters in all"
+    accepted = (
+        f"a string or a list of at most {MOST_STOPS} strings, "
+        f"{MOST_STOP_CHARACTERS} characters in all"
+    )
     stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list):
         raise invalid(name, f"stop is {describe_value(value)}; accepted: {accepted}")
-    if len(stops) > STOPS:
+    if len(stops) > MOST_STOPS:
         raise invalid(name, f"stop is a list of {len(stops)}; accepted: {accepted}")
     for stop in stops:
         if not isinstance(stop, str):
             raise invalid(name, f"stop holds {describe_value(stop)}; accepted: {accepted}")
     length = sum(map(len, stops))
-    if length > STOP_LENGTH:
+    if length > MOST_STOP_CHARACTERS:
         raise invalid(name, f"stop has {length} characters; accepted: {accepted}")
 
 
 def _repetition_penalty(name: str, value: Any) -> None:
-    """Logits are divided by it; 0 is none."""
-    _number(0, WEIGHT)(name, value)
-    if 0 < value < 1 / WEIGHT:
-        raise invalid(
-            name,
-            f"{name} is {describe_value(value)}; accepted: 0, or a number from {1 / WEIGHT:g} to {WEIGHT:g}",
-        )
+    """Stock divides logits by it; 0 turns it off."""
+    _number(0, LARGEST_WEIGHT)(name, value)
+    least = 1 / LARGEST_WEIGHT
+    if 0 < value < least:
+        accepted = f"0, or a number from {least:g} to {LARGEST_WEIGHT:g}"
+        raise invalid(name, f"{name} is {describe_value(value)}; accepted: {accepted}")
 
 
 def _logit_bias(name: str, value: Any) -> None:
-    """Whether the ids are the model's is seen later, where the model is at hand."""
+    """Checks the shape alone: killer_request compares the ids with the model."""
     accepted = "an object of token ids and numbers, or null"
     if value is None:
         return
     if not isinstance(value, dict):
         raise invalid(name, f"logit_bias is {describe_value(value)}; accepted: {accepted}")
     for key, bias in value.items():
-        if not (key.isascii() and key.isdecimal() and len(key) < 11):  # noqa: PLR2004
-            raise invalid(
-                name, f"logit_bias has the key {json.dumps(key[:40])}; accepted: {accepted}"
-            )
+        if not (key.isascii() and key.isdecimal() and len(key) <= MOST_ID_DIGITS):
+            shown = json.dumps(key[:_SHOWN_LENGTH])
+            raise invalid(name, f"logit_bias has the key {shown}; accepted: {accepted}")
         _weight(f"logit_bias[{key}]", bias)
 
 
@@ -138,7 +146,8 @@ def _stream_options(name: str, value: Any) -> None:
 
 
 def _tools(name: str, value: Any) -> None:
-    if value == {}:  # none, to stock
+    # To stock this means that there are no tools.
+    if value == {}:
         return
     _typed("a list of objects, or null", list, type(None))(name, value)
     for index, tool in enumerate(value or []):
@@ -148,23 +157,23 @@ def _tools(name: str, value: Any) -> None:
 def _role_mapping(name: str, value: Any) -> None:
     _typed("an object of strings, or null", dict, type(None))(name, value)
     for role, text in (value or {}).items():
-        _typed("a string", str)(f"role_mapping.{role[:40]}", text)
+        _typed("a string", str)(f"role_mapping.{role[:_SHOWN_LENGTH]}", text)
 
 
 def _chat_template_kwargs(name: str, value: Any) -> None:
     _typed("an object or null", dict, type(None))(name, value)
     for key in value or {}:
-        if key in GIVEN_BY_STOCK or (key in RESERVED and value[key] not in (None, False)):
-            raise invalid(
-                name, f"chat_template_kwargs has {key}; accepted: variables of the model's template"
-            )
+        reserved = key in RESERVED_KEYWORDS and value[key] not in (None, False)
+        if key in KEYWORDS_OF_STOCK or reserved:
+            accepted = "variables of the model's template"
+            raise invalid(name, f"chat_template_kwargs has {key}; accepted: {accepted}")
 
 
 def _prompt(name: str, value: Any) -> None:
     if isinstance(value, list):
+        accepted = "one string a request"
         raise invalid(
-            name,
-            "prompt is a list, which mlx_lm.server does not take; accepted: one string a request",
+            name, f"prompt is a list, which mlx_lm.server does not take; accepted: {accepted}"
         )
     _typed("a string that is not empty", str)(name, value)
     if not value:
@@ -199,7 +208,8 @@ def _content(where: str, content: Any) -> None:
 
 def _tool_calls(where: str, calls: Any) -> None:
     """`arguments` is JSON in a string, as in OpenAI's API, or an object."""
-    if not calls:  # none, to stock, whatever it is
+    # To stock any false value means that there are no calls.
+    if not calls:
         return
     _typed("a list of objects, or null", list)(where, calls)
     for index, call in enumerate(calls):
@@ -216,23 +226,23 @@ def _tool_calls(where: str, calls: Any) -> None:
                 ) from None
 
 
-_weight = _number(-WEIGHT, WEIGHT)
+_weight = _number(-LARGEST_WEIGHT, LARGEST_WEIGHT)
 _switch = _typed("true or false", bool)
 _name = _typed("a string", str)
 _name_or_none = _typed("a string or null", str, type(None))
-_context_size = _whole(0, INT32)
+_context_size = _whole(0, LARGEST_INT32)
 _FIELDS: dict[str, Check] = {
     "stream": _switch,
     "stream_options": _stream_options,
     "model": _name,
     "draft_model": _name_or_none,
     "adapters": _name_or_none,
-    "num_draft_tokens": _whole(0, DRAFTS),
+    "num_draft_tokens": _whole(0, MOST_DRAFT_TOKENS),
     "max_completion_tokens": _whole(1, null=True),
     "max_tokens": _whole(1),
     "temperature": _number(0),
     "top_p": _number(0, 1),
-    "top_k": _whole(0, INT32),
+    "top_k": _whole(0, LARGEST_INT32),
     "min_p": _number(0, 1),
     "repetition_penalty": _repetition_penalty,
     "repetition_context_size": _context_size,
@@ -245,7 +255,7 @@ _FIELDS: dict[str, Check] = {
     "logit_bias": _logit_bias,
     "logprobs": _switch,
     "top_logprobs": _whole(-1, 11),
-    "seed": _whole(0, UINT64, null=True),
+    "seed": _whole(0, LARGEST_UINT64, null=True),
     "chat_template_kwargs": _chat_template_kwargs,
     "stop": _stop,
     "tools": _tools,

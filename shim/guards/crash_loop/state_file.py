@@ -1,8 +1,9 @@
-"""The state file of one server: what its last runs came to, for the start that follows a death.
+"""The state file of one server: how its last runs ended, for the start that follows a death.
 
-JSON in a file of its own for each host, port and model, named by their hash, beside a lock that the living server holds
-and the system takes from a dead one. The functions raise OSError, or what is said; `Keeper` has them called in a thread
-of its own, so that a file system that hangs holds up nobody.
+It is JSON, in a file of its own for each host, port and model, named by their hash. Beside it is
+a lock, which the living server holds and the system takes from a dead one. The functions raise
+OSError, or what they say. `Keeper` calls them in a thread of its own, so that a file system that
+hangs stops only that thread.
 """
 
 from __future__ import annotations
@@ -25,24 +26,29 @@ from typing import Any, TypeVar
 from .backoff import Death
 
 WAITING, LOADING, UP = "waiting", "loading", "up"
-LARGEST = 65536  # bytes of a file
-_NUMBERS = 1e15  # a number in it is smaller: seconds since 1970, and bytes
-_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would be waited for
+LARGEST_FILE = 65536  # bytes
+# Numbers in a file are smaller: seconds since 1970, and bytes.
+_LARGEST_NUMBER = 1e15
+# Not blocking: opening a pipe would wait for its other end.
+_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 T = TypeVar("T")
 
 
 class Corrupt(Exception):
-    """The file is none of ours, and why."""
+    """The file is not a state file; the message says why."""
 
 
 class Held(Exception):
-    """Another process serves under the same host, port and model."""
+    """Another process serves the same model at the same host and port."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has not ended, as far as the file knows: its phase, when it was last seen, until when it waits."""
+    """A run whose end is not noted.
+
+    `seen` is when it last noted that it lives, `until` when its wait is over.
+    """
 
     phase: str
     seen: float
@@ -54,10 +60,14 @@ class State:
     """What is remembered of a server. Times are of the wall clock, sizes in bytes."""
 
     deaths: list[Death] = field(default_factory=list)
-    served: bool = False  # whether a start has waited for them
-    killed: bool = False  # whether the last run that loaded a model ended without a word
-    model: int = 0  # the footprint when the model had just come up
-    footprint: int = 0  # and when it was last looked at
+    # Whether a start has waited for these deaths.
+    served: bool = False
+    # Whether the last run that loaded a model ended without noting it.
+    killed: bool = False
+    # The footprint when the model had just been loaded.
+    model: int = 0
+    # The footprint when it was last noted.
+    footprint: int = 0
     run: Run | None = None
 
     def encode(self) -> bytes:
@@ -70,24 +80,27 @@ def decode(text: bytes) -> State:
     try:
         known = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"no JSON ({type(error).__name__})") from None
+        raise Corrupt(f"not JSON ({type(error).__name__})") from None
     if not isinstance(known, dict):
-        raise Corrupt("no JSON object")
+        raise Corrupt("not a JSON object")
     try:
         deaths = [
             Death(_number(at), None if s is None else int(_number(s))) for at, s in known["deaths"]
         ]
-        run = known["run"] and Run(
-            _phase(known["run"][0]), _number(known["run"][1]), _number(known["run"][2])
-        )
+        run = known["run"] and _run(known["run"])
         sizes = int(_number(known["model"])), int(_number(known["footprint"]))
         return State(deaths, known["served"] is True, known["killed"] is True, *sizes, run or None)
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise Corrupt(f"not of its shape ({error!r:.60})") from None
+        raise Corrupt(f"not as the shim writes it ({error!r:.60})") from None
+
+
+def _run(noted: Any) -> Run:
+    return Run(_phase(noted[0]), _number(noted[1]), _number(noted[2]))
 
 
 def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not -_NUMBERS < value < _NUMBERS:  # NaN is neither
+    if type(value) not in (int, float) or not -_LARGEST_NUMBER < value < _LARGEST_NUMBER:
+        # NaN comes here too.
         raise TypeError("a number is wanted")
     return float(value)
 
@@ -99,7 +112,10 @@ def _phase(value: Any) -> str:
 
 
 def folder(setting: str) -> Path:
-    """Where state files are: `setting`, or the user's own place for such. Raises RuntimeError where there is no home."""
+    """The folder of the state files: `setting`, or the user's usual place for such files.
+
+    Raises RuntimeError where the user has no home.
+    """
     if setting:
         return Path(setting).expanduser()
     if sys.platform == "darwin":
@@ -110,21 +126,22 @@ def folder(setting: str) -> Path:
 
 def _home() -> Path:
     home = Path.home()
-    if not home.is_absolute() or home == home.parent:  # an empty HOME is / to Python
-        raise RuntimeError("there is no home")
+    # An empty HOME is / to Python.
+    if not home.is_absolute() or home == home.parent:
+        raise RuntimeError("the user has no home folder")
     return home
 
 
 def key(*named: object) -> str:
-    """What a file is called for these arguments of the command line; it gives nothing of them away."""
+    """The name of the file for these arguments of the command line: a hash, which hides them."""
     return hashlib.sha256(json.dumps(named, default=str).encode()).hexdigest()[:32]
 
 
 class StateFile:
-    """One file, locked as long as the process lives."""
+    """One file. Its lock is held as long as the process lives."""
 
     def __init__(self, where: Path, name: str) -> None:
-        """Make the folder, for its owner only, and take the lock. Raises Held, and OSError."""
+        """Make the folder, for its owner only, and take the lock. Raises Held and OSError."""
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = where / f"{name}.json"
         self._scratch = where / f"{name}.new"
@@ -139,23 +156,23 @@ class StateFile:
             raise
 
     def read(self) -> State:
-        """The state, a fresh one where there is none. Raises Corrupt, and OSError."""
+        """The state, a fresh one where there is no file. Raises Corrupt and OSError."""
         try:
             opened = os.open(self.path, os.O_RDONLY | _OPEN)
         except FileNotFoundError:
             return State()
         try:
             if not stat.S_ISREG(os.fstat(opened).st_mode):
-                raise Corrupt("no regular file")
-            text = os.read(opened, LARGEST + 1)
+                raise Corrupt("not a regular file")
+            text = os.read(opened, LARGEST_FILE + 1)
         finally:
             os.close(opened)
-        if len(text) > LARGEST:
-            raise Corrupt(f"more than {LARGEST} bytes")
+        if len(text) > LARGEST_FILE:
+            raise Corrupt(f"more than {LARGEST_FILE} bytes")
         return decode(text)
 
     def write(self, state: State) -> None:
-        """Put `state` in the file's place, whole or not at all, readable by its owner only."""
+        """Replace the file by `state`, whole or not at all, readable by its owner only."""
         self._scratch.unlink(missing_ok=True)
         opened = os.open(self._scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600)
         text = state.encode()
@@ -168,12 +185,12 @@ class StateFile:
         os.rename(self._scratch, self.path)
 
     def put_aside(self) -> None:
-        """Make way for a file where something else lies, a folder perhaps."""
+        """Rename what is in the file's place, which may even be a folder."""
         os.rename(self.path, self.path.with_suffix(".aside"))
 
 
 class Keeper:
-    """One daemon thread that does what may hang, and looks around every `tick` seconds."""
+    """One daemon thread for jobs that may hang; it calls `look` after `tick` idle seconds."""
 
     def __init__(self, look: Callable[[], None], tick: float) -> None:
         self._look = look
@@ -182,7 +199,11 @@ class Keeper:
         threading.Thread(target=self._run, name="mlx-shim-state", daemon=True).start()
 
     def post(self, job: Callable[[], T]) -> Future[T]:
-        """Have `job` done in its turn. Its outcome may be waited for with `result(seconds)`, which may raise concurrent.futures' TimeoutError."""
+        """Have `job` done in its turn.
+
+        `result(seconds)` of what is returned waits for it, and raises concurrent.futures'
+        TimeoutError.
+        """
         future: Future[T] = Future()
         self._jobs.put((future, job))
         return future

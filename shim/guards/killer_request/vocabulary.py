@@ -1,4 +1,7 @@
-"""How many tokens a loaded model knows: rows of its embedding and of its output head, whatever its tokenizer says."""
+"""How many tokens a loaded model knows, whatever its tokenizer says.
+
+That is the number of rows of its embedding, and of its output head.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,24 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+# Names of the two matrices in models of mlx_lm, the usual ones first.
 HEADS = ("lm_head", "embed_out", "output", "head")
 EMBEDDINGS = (
-    "embed_tokens", "wte", "tok_embeddings", "token_embeddings", "word_embeddings", "embeddings", "embedding",
-    "embed_in", "embed",
-)  # fmt: skip
+    "embed_tokens",
+    "wte",
+    "tok_embeddings",
+    "token_embeddings",
+    "word_embeddings",
+    "embeddings",
+    "embedding",
+    "embed_in",
+    "embed",
+)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of the two matrices; None where the model has none that is known by its name."""
+    """Rows of the two matrices; None where the model has none of a known name."""
 
     embedding: int | None
     head: int | None
@@ -25,7 +36,10 @@ _last: tuple[Any, Rows] = (None, Rows(None, None))
 
 
 def of(model: Any) -> Rows:
-    """The rows of `model`. The last model's are remembered: a walk over a large one takes milliseconds."""
+    """The rows of `model`.
+
+    Those of the last model are remembered: a walk over a large model takes milliseconds.
+    """
     global _last
     if _last[0] is None or _last[0]() is not model:
         _last = (weakref.ref(model), _count(model))
@@ -34,13 +48,10 @@ def of(model: Any) -> Rows:
 
 def _count(model: Any) -> Rows:
     found: dict[str, int] = {}
-    modules = sorted(model.named_modules(), key=lambda item: item[0].count("."))
-    for (
-        path,
-        module,
-    ) in modules:  # the shallowest of a name first: that of the language model itself
+    # Of modules with the same name, the shallowest belongs to the language model itself.
+    for path, module in sorted(model.named_modules(), key=lambda item: item[0].count(".")):
         shape: tuple[int, ...] = getattr(getattr(module, "weight", None), "shape", ())
-        if len(shape) == 2:  # noqa: PLR2004
+        if len(shape) == 2:  # noqa: PLR2004 - a matrix
             found.setdefault(path.rsplit(".", 1)[-1], shape[0])
     embedding = next((found[name] for name in EMBEDDINGS if name in found), None)
     return Rows(embedding, next((found[name] for name in HEADS if name in found), embedding))

@@ -1,9 +1,10 @@
-"""While a server restarts and its model loads, nobody listens on the port: who connects is refused.
+"""While a server restarts and its model loads, the port is closed: clients cannot connect.
 
-Here, where a supervisor passes the listening socket in, by systemd's LISTEN_FDS or from launchd
-(MLX_SHIM_LAUNCHD_SOCKET), the stock server serves on that instead of binding one of its own. The supervisor holds it open all the time, so that
-connections made meanwhile wait in the kernel's queue, and the next process answers them. Once the end of this one has
-begun it takes no more out of that queue. Without a passed socket nothing is different.
+Here, if a supervisor passes in a listening socket, by systemd's LISTEN_FDS or from launchd
+(MLX_SHIM_LAUNCHD_SOCKET), the stock server uses it and does not bind a socket of its own. The
+supervisor keeps the socket open, so connections made during the restart wait in the kernel's queue
+until the next process answers them. A process that is about to end takes no more connections from
+that queue. Without a passed socket the guard changes nothing.
 """
 
 from __future__ import annotations
@@ -24,19 +25,23 @@ from .passed_sockets import Unusable
 UPSTREAM = "no issue known; _run_http_server in mlx_lm/server.py always binds a socket of its own"
 MODULE = "mlx_lm.server"
 
-BACKLOG = 1024  # connections that wait for the next process, where the system allows so many
-RETRY_AFTER = 1  # seconds after a death: one need not wait for the model before one connects
+# So many connections may wait for the next process, if the system allows it.
+BACKLOG = 1024
+# Seconds after which a client may come back when this process ends: it can connect at once, before
+# the model is loaded.
+RETRY_AFTER = 1
 
-_passed: list[int] | None = (
-    None  # descriptors; they stay open, for a program that serves more than once
-)
+# The passed descriptors; None until they were asked for. They stay open, since a program may serve
+# more than once.
+_passed: list[int] | None = None
 
 
 def probe(server: Any) -> None:
-    """Incompatible where stock does not serve by the server class that it is given.
+    """Incompatible if stock does not serve by the server class that it is given.
 
-    Whether some future stock takes a passed socket cannot be tried without one. It would find the variables first and
-    take them out of the environment, and this guard then has nothing to do.
+    Without a passed socket the probe cannot try whether a later release takes one itself. Such a
+    release would read the variables first and remove them from the environment, and this guard
+    would do nothing.
     """
     require(server, "_run_http_server", "APIHandler")
     served = []
@@ -67,7 +72,8 @@ def _serve(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     call = signature.bind(*args, **kwargs)
     stock = signature.parameters["server_class"].default
     if call.arguments.get("server_class", stock) is not stock:
-        return wrapped(*args, **kwargs)  # a program's own server sees to its sockets itself
+        # The server class of a program handles its sockets itself.
+        return wrapped(*args, **kwargs)
     try:
         passed = _take(call.arguments["port"])
     except Unusable as reason:
@@ -76,13 +82,14 @@ def _serve(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     errors.after_end = RETRY_AFTER
     call.arguments["server_class"] = serving_on(stock, passed)
-    if passed.family != socket.AF_UNIX:  # what stock looks up, and logs
+    if passed.family != socket.AF_UNIX:
+        # Stock looks this address up, and logs it.
         call.arguments["host"], call.arguments["port"] = passed.getsockname()[:2]
     return wrapped(*call.args, **call.kwargs)
 
 
 def _take(port: int) -> socket.socket | None:
-    """The socket to serve on, ready for that, or None where none was passed."""
+    """The socket to serve on, ready for use, or None if none was passed."""
     global _passed
     if _passed is None:
         name = settings.current.launchd_socket
@@ -98,26 +105,23 @@ def _take(port: int) -> socket.socket | None:
     chosen = passed_sockets.chosen(usable, port)
     passed_sockets.listen(chosen, BACKLOG)
     where = "" if passed_sockets.port_of(chosen) == port else f", not on --port {port}"
-    reasons += [
-        f"{passed_sockets.address_text(other)} is not served"
-        for other in usable
-        if other is not chosen
-    ]
-    report.line(
-        "; ".join(
-            [f"serving on the passed socket {passed_sockets.address_text(chosen)}{where}", *reasons]
-        )
-    )
-    own = chosen.dup()  # as a server may close its own
+    others = [passed_sockets.address_text(s) for s in usable if s is not chosen]
+    reasons += [f"{address} is not served" for address in others]
+    serving = f"serving on the passed socket {passed_sockets.address_text(chosen)}{where}"
+    report.line("; ".join([serving, *reasons]))
+    # A server may close its socket, so it gets a duplicate.
+    own = chosen.dup()
     for s in usable:
         s.detach()
     return own
 
 
 def serving_on(stock: Any, passed: socket.socket) -> Any:
-    """A subclass of the stock server class that serves on `passed`. The standard library's own class stays as it is."""
+    """A subclass of the stock server class that serves on `passed`; stock's class is unchanged."""
 
     class Server(stock):  # type: ignore[misc]
+        # What the passed socket listens with; `short_backlog` leaves this class alone.
+        request_queue_size = BACKLOG
         socket: Any
         server_name: str
         server_port: int
@@ -128,19 +132,19 @@ def serving_on(stock: Any, passed: socket.socket) -> Any:
             self.address_family = passed.family
             self.server_address = address = passed.getsockname()
             unix = passed.family == socket.AF_UNIX
-            self.server_name, self.server_port = (
-                ("localhost", 0) if unix else address[:2]
-            )  # by no look-up of names
+            # http.server would look the name up, which may take long.
+            self.server_name, self.server_port = ("localhost", 0) if unix else address[:2]
 
         def server_activate(self) -> None:
-            """It listens."""
+            """Do nothing: the socket listens already."""
 
         def get_request(self) -> tuple[socket.socket, Any]:
             if fatal.begun():
-                threading.Event().wait()  # who has not been let in is the next process's to answer
+                # The next process answers the connections that are still in the queue.
+                threading.Event().wait()
             connection, address = super().get_request()
             engine.accepted.add(connection)
-            # The client of a Unix socket has no address, and http.server logs the first part of one.
+            # The client of a Unix socket has no address, but http.server logs its first part.
             return connection, ("unix", 0) if passed.family == socket.AF_UNIX else address
 
         def close_request(self, request: Any) -> None:

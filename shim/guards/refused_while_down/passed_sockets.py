@@ -1,6 +1,6 @@
-"""Listening sockets that a supervisor passes in: by systemd's protocol, sd_listen_fds(3), or from launchd.
+"""Listening sockets that a supervisor passes in: by systemd's sd_listen_fds(3), or from launchd.
 
-The supervisor holds them open while no process of ours lives, and the kernel queues who connects meanwhile.
+The supervisor keeps them open while no server process lives, and the kernel queues connections.
 """
 
 from __future__ import annotations
@@ -15,48 +15,53 @@ from typing import Any
 
 from ...core import report
 
-FIRST = 3  # the number of the first descriptor that is passed
-# What sd_listen_fds takes out of the environment: it is nothing to the children of this process.
+# The number of the first descriptor that is passed.
+FIRST_FD = 3
+# sd_listen_fds removes these from the environment: they do not concern this process's children.
 VARIABLES = ("LISTEN_PID", "LISTEN_PIDFDID", "LISTEN_FDS", "LISTEN_FDNAMES")
 FAMILIES = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
 
 
 class Unusable(Exception):
-    """What was passed, or asked for, is no socket to serve on, and why."""
+    """The server cannot serve on what was passed, or asked for, and why."""
 
 
 def from_systemd(environ: MutableMapping[str, str] = os.environ) -> list[int]:
-    """The descriptors passed to this very process. Raises Unusable where LISTEN_FDS is no number of them."""
+    """The descriptors passed to this process. Raises Unusable if LISTEN_FDS is invalid."""
     count, pid = environ.get("LISTEN_FDS", ""), environ.get("LISTEN_PID", "")
     if pid.strip() != str(os.getpid()):
         if count:
             report.line(
-                f"LISTEN_FDS is for the process {pid or 'none'} and this is {os.getpid()}: no socket is passed in"
+                f"LISTEN_FDS is for the process {pid or 'none'} and this is {os.getpid()}: "
+                "no socket is passed in"
             )
         return []
     for name in VARIABLES:
         environ.pop(name, None)
     if not re.fullmatch(r"[1-9]\d{0,3}", count.strip()):
-        raise Unusable(f"LISTEN_FDS is {count[:20]!r}, which is no number of sockets")
-    return list(range(FIRST, FIRST + int(count)))
+        raise Unusable(f"LISTEN_FDS is {count[:20]!r}, which is not a number of sockets")
+    return list(range(FIRST_FD, FIRST_FD + int(count)))
 
 
 def from_launchd(name: str, library: Any = None) -> list[int]:
-    """The descriptors of the sockets under the key `name` of the plist's Sockets. Raises Unusable where there are none.
+    """The descriptors of the sockets under the key `name` of the plist's Sockets.
 
-    By the documented signature, int launch_activate_socket(const char *name, int **fds, size_t *cnt): 0 or an errno, and
-    an array that is the caller's to free. Not verified on a Mac.
+    Raises Unusable if there are none. The documented signature is
+    int launch_activate_socket(const char *name, int **fds, size_t *cnt): it returns 0 or an errno,
+    and an array that the caller must free. Not verified on a Mac.
     """
     library = ctypes.CDLL(None) if library is None else library
     try:
         activate, free = library.launch_activate_socket, library.free
     except AttributeError:
         raise Unusable(
-            f"the socket {name!r} was to come from launchd, and this system has none"
+            f"the socket {name!r} should come from launchd, but this system has none"
         ) from None
     activate.argtypes = [
-        ctypes.c_char_p, ctypes.POINTER(ctypes.POINTER(ctypes.c_int)), ctypes.POINTER(ctypes.c_size_t),
-    ]  # fmt: skip
+        ctypes.c_char_p,
+        ctypes.POINTER(ctypes.POINTER(ctypes.c_int)),
+        ctypes.POINTER(ctypes.c_size_t),
+    ]
     activate.restype = ctypes.c_int
     free.argtypes, free.restype = [ctypes.c_void_p], None
     array, count = ctypes.POINTER(ctypes.c_int)(), ctypes.c_size_t()
@@ -77,7 +82,7 @@ def from_launchd(name: str, library: Any = None) -> list[int]:
 
 
 def opened(fds: list[int]) -> tuple[list[socket.socket], list[str]]:
-    """Those that can be served on, and in words why the others cannot. None is inherited by children any more."""
+    """The sockets that can be used, and in words why the others cannot. Children inherit none."""
     usable, reasons = [], []
     for fd in fds:
         try:
@@ -85,7 +90,7 @@ def opened(fds: list[int]) -> tuple[list[socket.socket], list[str]]:
         except Unusable as reason:
             reasons.append(f"descriptor {fd} {reason}")
         except OSError as error:
-            reasons.append(f"descriptor {fd} is no socket ({error.strerror})")
+            reasons.append(f"descriptor {fd} is not a socket ({error.strerror})")
     return usable, reasons
 
 
@@ -100,13 +105,17 @@ def _open(fd: int) -> socket.socket:
     elif not _listens(opened):
         why = "is a socket that does not listen"
     if why:
-        opened.detach()  # not ours to close
+        # It belongs to the supervisor, so it stays open.
+        opened.detach()
         raise Unusable(why)
     return opened
 
 
 def _listens(opened: socket.socket) -> bool:
-    """Whether it does, or the system cannot tell (macOS does not know the option): then `listen` will."""
+    """Whether the socket listens, or may do so.
+
+    macOS does not know the option and so cannot tell; `listen` will then find out.
+    """
     try:
         return bool(opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     except OSError:
@@ -133,10 +142,13 @@ def address_text(opened: socket.socket) -> str:
 
 
 def listen(opened: socket.socket, backlog: int) -> None:
-    """Have it queue so many connections, as far as the system lets it. Raises Unusable where it cannot listen at all."""
-    opened.setblocking(
-        True
-    )  # what launchd and some others pass does not wait, nor, on macOS, would what it accepts
+    """Let the socket queue so many connections, as far as the system allows.
+
+    Raises Unusable if it cannot listen at all.
+    """
+    # launchd and some others pass a socket that does not block. On macOS the connections that it
+    # accepts would not block either.
+    opened.setblocking(True)
     try:
         opened.listen(backlog)
     except OSError as error:

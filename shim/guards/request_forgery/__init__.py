@@ -1,9 +1,10 @@
-"""Whoever can send a request can have the server fetch any URL, from any network that it can reach.
+"""A client can make the server fetch any URL, from any network that the server can reach.
 
-The URL of an image is opened before the model is even asked, whether or not it takes images: in this machine, in its
-network, through any redirect, without a limit of size. Here a request for a model that takes none is refused without a
-look, and an image is fetched from public addresses alone, within limits (image_fetch). Those who need others say so
-with MLX_SHIM_IMAGE_FETCH.
+Stock opens the URL of an image before it looks at the model, even if the model takes no images. The
+URL may be on this machine or in its network, redirects are followed, and the size has no limit.
+Here a request with an image for a model that takes none is refused, and nothing is fetched. For
+other models the shim fetches images only from public addresses, and within limits (image_fetch).
+MLX_SHIM_IMAGE_FETCH allows other addresses.
 """
 
 from __future__ import annotations
@@ -25,16 +26,14 @@ from .image_fetch import Allowance, CannotFetch
 UPSTREAM = "no issue known; seen on 0.32.2"
 MODULE = "mlx_lm.server"
 
-MAX_PIXELS = (
-    64_000_000  # of all images of a request: they take seconds to decode, and everybody waits
-)
+# For all images of a request: they take seconds to decode, and all other requests wait.
+MAX_PIXELS = 64_000_000
 
 _FIELD = "messages"
-_REMOTE = (
-    "http://",
-    "https://",
-)  # as stock tells them: "HTTP://" is not fetched by it, and refused by it later
-_local = threading.local()  # .handler: whose request this thread reads
+# Stock compares in this way too: it does not fetch "HTTP://", and refuses it later.
+_REMOTE = ("http://", "https://")
+# .handler: the handler whose request this thread reads.
+_local = threading.local()
 
 
 def probe(server: Any) -> None:
@@ -52,13 +51,11 @@ def probe(server: Any) -> None:
     require(server, "APIHandler.handle_chat_completions")
     url = "http://127.0.0.1:1/"
     if url not in _opened_by(server, url):
-        raise Incompatible(
-            "mlx_lm.server fetches images by other means than urlopen, or no longer everywhere"
-        )
+        raise Incompatible("mlx_lm.server does not fetch every image by urlopen")
 
 
 def _opened_by(server: Any, url: str) -> list[Any]:
-    """What stock opens for a message with such an image; nothing is opened."""
+    """The URLs that stock would open for a message with such an image; nothing is opened."""
     opened: list[Any] = []
 
     def note(asked: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +74,7 @@ def _opened_by(server: Any, url: str) -> list[Any]:
 
 def apply(server: Any) -> None:
     def inline(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-        _inline(server, args[0] if args else kwargs["messages"])
+        _inline(server, patch.given(wrapped, args, kwargs, "messages", 0))
 
     patch.wrap(server, "_inline_image_urls", inline)
     patch.wrap(server, "APIHandler.handle_chat_completions", _handle_chat_completions)
@@ -92,7 +89,10 @@ def _handle_chat_completions(wrapped: Any, instance: Any, args: Any, kwargs: Any
 
 
 def _inline(server: Any, messages: Any) -> None:
-    """As stock: each http(s) URL becomes a data URL. Raises ShimError, and what stock raises at messages that are none."""
+    """Turn each http(s) URL into a data URL, as stock does.
+
+    Raises ShimError, and for invalid messages the exceptions of stock.
+    """
     parts = list(server._image_parts(messages))
     urls = [server._image_url(part) for part in parts]
     for url in urls:
@@ -113,7 +113,10 @@ def _inline(server: Any, messages: Any) -> None:
 
 
 def _refuse_large(server: Any, parts: list[dict[str, Any]]) -> None:
-    """Images are decoded in the generation thread, all of them before the first is used, and a small file may be a large one."""
+    """Refuse too many images, or too many pixels: a small file may be a large image.
+
+    The generation thread decodes all images of a request before it uses the first.
+    """
     if len(parts) > image_fetch.MAX_IMAGES:
         raise errors.invalid(
             _FIELD,
@@ -127,15 +130,14 @@ def _refuse_large(server: Any, parts: list[dict[str, Any]]) -> None:
 
 
 def _pixels(url: str) -> int:
-    """By its header; 0 for what is no image, which stock refuses when it decodes it."""
-    try:
-        from PIL import Image  # as stock does it, where there is an image
+    """The pixels of an image by its header; 0 for other data, which stock refuses to decode."""
+    with report.contained("the size of an image is not known", report.debug):
+        # Stock too imports it only for an image.
+        from PIL import Image
 
         width, height = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).size
         return int(width) * int(height)
-    except Exception as error:
-        report.debug(f"no telling how large an image is: {error!r}")
-        return 0
+    return 0
 
 
 def _fetch_all(remote: list[tuple[dict[str, Any], str]]) -> None:
@@ -147,7 +149,8 @@ def _fetch_all(remote: list[tuple[dict[str, Any], str]]) -> None:
         raise errors.invalid(
             _FIELD, f"{given}; at most {image_fetch.MAX_IMAGES} are accepted, or data: URLs"
         )
-    targets = [_parsed(url) for _, url in remote]  # all of them before the first is asked
+    # All URLs are parsed before the first is fetched.
+    targets = [_parsed(url) for _, url in remote]
     allowance = Allowance()
     for (part, url), target in zip(remote, targets, strict=True):
         try:
@@ -173,41 +176,44 @@ def _refusal(url: str, why: str) -> errors.ShimError:
 
 
 def _refuse_unless_taken(server: Any, handler: Any, *, fetching: bool) -> None:
-    """Raise ShimError where the model that is asked takes no images, or where only a download would tell."""
-    taken = _takes_images(
-        server, anatomy.provider_of(handler.response_generator), handler.requested_model
-    )
+    """Raise ShimError if the model takes no images, or if only its download would tell."""
+    provider = anatomy.provider_of(handler.response_generator)
+    taken = _takes_images(server, provider, handler.requested_model)
     if taken is None and fetching:
         raise errors.invalid(
-            _FIELD, "whether this model takes images is not known before it is loaded, and until then none is fetched; "
-            "send it a request without one first, or the image as a data: URL",
-        )  # fmt: skip
+            _FIELD,
+            "whether this model takes images is not known before it is loaded, and until then "
+            "none is fetched; send it a request without one first, or the image as a data: URL",
+        )
     if taken is False:
         raise errors.invalid(_FIELD, "messages has an image, and this model takes text only")
 
 
 def _takes_images(server: Any, provider: Any, requested: str) -> bool | None:
-    """By the very test of stock's ModelProvider; for a model that is not the loaded one, asked about its config."""
+    """Whether the model takes images, by the test of stock's ModelProvider; None if not known.
+
+    For a model that is not loaded, the test gets its config.
+    """
     name = provider._model_map.get(requested, requested)
     if not engine.loading:
         processor, key = provider.processor, provider.model_key
         if key is not None and key[0] == name and not engine.loading:
             return processor is not None
-    try:
+    # If this fails, the model cannot be loaded either, and stock says why.
+    with report.contained("whether a model takes images is not known", report.debug):
         folder = _folder_of(name)
         return None if folder is None else _would_take_images(server, folder)
-    except Exception as error:  # it cannot be loaded either, and then stock says why
-        report.debug(f"no telling whether a model takes images: {error!r}")
-        return None
+    return None
 
 
 def _folder_of(name: str | None) -> Path | None:
-    """Where the model's config.json is on this machine, or None."""
+    """The folder on this machine with the model's config.json, or None."""
     if name is None:
         return None
     if Path(name).exists():
         return Path(name)
-    from huggingface_hub import try_to_load_from_cache  # stock has imported it
+    # Stock has imported it.
+    from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(name, "config.json")
     return Path(cached).parent if isinstance(cached, str) else None
@@ -216,10 +222,9 @@ def _folder_of(name: str | None) -> Path | None:
 def _would_take_images(server: Any, folder: Path) -> bool:
     utils = sys.modules[server.load.__module__]
     config = utils.load_config(folder)
-    module = (
-        "custom_model" if config.get("model_file") else utils._get_classes(config)[0].__module__
-    )
-    stand_in = type(
-        "Model", (), {"__module__": module}
-    )()  # stock looks at the module of the model's class alone
+    module = "custom_model"
+    if not config.get("model_file"):
+        module = utils._get_classes(config)[0].__module__
+    # Stock looks only at the module of the model's class.
+    stand_in = type("Model", (), {"__module__": module})()
     return server.load_processor(stand_in, config) is not None

@@ -1,7 +1,8 @@
-"""Fetch an image that a request names, as far as a stranger may have this machine do so.
+"""Fetch an image that a request names, within what an unknown client may make this machine do.
 
-The host is resolved here, each address it has is judged, and one of just these is connected to: how an address is
-written, and what its name says a moment later, changes nothing. The time and the bytes are those of a whole request.
+The host is resolved here, each of its addresses is checked, and the shim connects to one of exactly
+these. So it does not matter how an address is written, or what the name resolves to a moment later.
+The limits of time and bytes are for all images of a request.
 """
 
 from __future__ import annotations
@@ -21,31 +22,38 @@ from urllib.parse import urljoin, urlsplit
 
 from .public_address import is_public
 
-MAX_IMAGES = 32  # a request
-MAX_BYTES = 32 * 2**20  # a request: all that is received for it, headers included
-MAX_SECONDS = 30.0  # a request, from the first name that is resolved
-MAX_REDIRECTS = 3  # an image
-MAX_URL = 8192  # characters
-CONNECT_SECONDS = 10.0  # an address, so that the next one gets its turn
-_PIECE = 65536
+# For a request. The bytes are all that is received, headers included; the time begins when the
+# first name is resolved.
+MAX_IMAGES = 32
+MAX_BYTES = 32 * 2**20
+MAX_SECONDS = 30.0
+# For an image.
+MAX_REDIRECTS = 3
+MAX_URL_CHARACTERS = 8192
+# For an address, so that the next one is tried in time.
+CONNECT_SECONDS = 10.0
+_PIECE_BYTES = 65536
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = (301, 302, 303, 307, 308)
 _HOST = re.compile(r"[a-z0-9_][a-z0-9._-]*|[0-9a-f:.]*:[0-9a-f:.]*")
 
 
 class CannotFetch(Exception):
-    """Why an image is not fetched, in words that follow its URL. Never tells what is on a network of ours."""
+    """Why an image is not fetched, in words that follow its URL.
+
+    The words never tell what is in the server's own network.
+    """
 
 
 class Allowance:
-    """What the images of one request may still cost."""
+    """The time and the bytes that the images of one request may still take."""
 
     def __init__(self) -> None:
         self._end = time.monotonic() + MAX_SECONDS
         self.bytes = MAX_BYTES
 
     def seconds(self) -> float:
-        """The time that is left, more than 0. Raises CannotFetch where there is none."""
+        """The time that is left, more than 0. Raises CannotFetch if there is none."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise CannotFetch(
@@ -54,7 +62,7 @@ class Allowance:
         return left
 
     def spend(self, count: int) -> None:
-        """Note so many bytes. Raises CannotFetch where there were fewer."""
+        """Subtract so many bytes. Raises CannotFetch if fewer are left."""
         if count > self.bytes:
             raise CannotFetch(
                 f"is too large: the images of a request are at most {MAX_BYTES // 2**20} MiB"
@@ -64,7 +72,7 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Target:
-    """A URL that has been looked at: the host in lower case and in ASCII, and what is asked of it."""
+    """The parts of a checked URL; the host is in lower case and in ASCII."""
 
     url: str
     scheme: str
@@ -74,33 +82,34 @@ class Target:
 
 
 def parse(url: str) -> Target:
-    """Raises CannotFetch where it is no http(s) URL that can be asked for."""
-    if len(url) > MAX_URL:
-        raise CannotFetch(f"has {len(url)} characters; at most {MAX_URL} are accepted")
+    """The parts of a URL. Raises CannotFetch if it is not an http(s) URL that can be fetched."""
+    if len(url) > MAX_URL_CHARACTERS:
+        raise CannotFetch(f"has {len(url)} characters; at most {MAX_URL_CHARACTERS} are accepted")
     if any(c <= " " or c == "\x7f" for c in url):
         raise CannotFetch("has a space or a control character in it")
     try:
         parts = urlsplit(url)
         host = (parts.hostname or "").encode("idna").decode()
         port = _PORTS.get(parts.scheme) if parts.port is None else parts.port
-    except ValueError as error:  # UnicodeError is one
+    except ValueError as error:
+        # UnicodeError is a ValueError too.
         raise CannotFetch("is not a URL: its host or its port cannot be read") from error
     if parts.scheme not in _PORTS:
         raise CannotFetch("is neither http nor https")
     if "@" in parts.netloc:
         raise CannotFetch("has a user name or a password in it, which is not accepted")
     if not port or not _HOST.fullmatch(host):
-        raise CannotFetch("names no host that can be asked, or a port that is none")
+        raise CannotFetch("has no host that can be asked, or its port is 0")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     if not path.isascii():
-        raise CannotFetch("has characters beyond ASCII in its path; they are written with %")
+        raise CannotFetch("has characters beyond ASCII in its path; they must be written with %")
     return Target(url, parts.scheme, host, port, path)
 
 
 def fetch(target: Target, allowance: Allowance, *, public: bool) -> tuple[str, bytes]:
-    """The image's MIME type, as its server gives it, and its bytes; with `public`, from public addresses alone.
+    """The image's MIME type, as its server gives it, and its bytes.
 
-    Raises CannotFetch.
+    With `public` it is fetched only from public addresses. Raises CannotFetch.
     """
     try:
         for _ in range(1 + MAX_REDIRECTS):
@@ -111,33 +120,33 @@ def fetch(target: Target, allowance: Allowance, *, public: bool) -> tuple[str, b
                     continue
                 if response.status != http.client.OK:
                     raise CannotFetch(
-                        f"was answered {response.status} by its server; 200 is accepted"
+                        f"was answered {response.status} by its server; only 200 is accepted"
                     )
                 return response.headers.get_content_type(), _body(response, allowance)
     except (OSError, http.client.HTTPException) as error:
-        allowance.seconds()  # else it is the time
+        # If the time is over, this raises and says so.
+        allowance.seconds()
         raise CannotFetch(f"could not be fetched ({type(error).__name__})") from error
     raise CannotFetch(f"is redirected more than {MAX_REDIRECTS} times")
 
 
 def _follow(target: Target, location: str | None) -> Target:
-    """Where a redirect leads: to the same host and port, or from http to https there."""
+    """The target of a redirect: the same host and port, or from http to https on the same host."""
     try:
         there = parse(urljoin(target.url, location or ""))
     except (CannotFetch, ValueError) as error:
         raise CannotFetch("is redirected to what is not an http(s) URL") from error
     same = (there.scheme, there.port) == (target.scheme, target.port)
-    if there.host != target.host or not (
-        same or (target.scheme, there.scheme) == ("http", "https")
-    ):
+    upgraded = (target.scheme, there.scheme) == ("http", "https")
+    if there.host != target.host or not (same or upgraded):
         raise CannotFetch(
-            "is redirected elsewhere, which is not followed; name the URL where the image is"
+            "is redirected elsewhere, which is not followed; give the URL where the image is"
         )
     return there
 
 
 def _resolve(target: Target, allowance: Allowance) -> list[Any]:
-    """What getaddrinfo answers, or nothing. In a thread of its own, because nothing else ends it in time."""
+    """The answer of getaddrinfo, or nothing. It runs in a thread, since it has no time limit."""
     answers: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
 
     def ask() -> None:
@@ -154,15 +163,14 @@ def _resolve(target: Target, allowance: Allowance) -> list[Any]:
 
 
 def _connect(target: Target, allowance: Allowance, *, public: bool) -> socket.socket:
-    """A connection to one of the host's addresses; with `public`, none of which is anything but public."""
+    """A connection to one of the host's addresses; with `public`, all of them must be public."""
     found = _resolve(target, allowance)
     allowance.seconds()
-    if public and not (
-        found and all(_may_be_asked(family, address) for family, *_, address in found)
-    ):
-        # The same words whether there is no such name or where it leads: they would tell a stranger what is inside.
+    if public and not (found and all(_is_allowed(family, ip) for family, *_, ip in found)):
+        # The same words for a name that does not exist: the client must not learn which names the
+        # server's network has.
         raise CannotFetch(
-            "is not at a public address of the internet, or at none, and no other is asked here"
+            "is not at a public address of the internet, and no image is fetched from elsewhere"
         )
     failed: OSError = OSError("the name has no address")
     for family, kind, protocol, _, address in found:
@@ -180,33 +188,36 @@ def _connect(target: Target, allowance: Allowance, *, public: bool) -> socket.so
     raise failed
 
 
-def _may_be_asked(family: int, address: Any) -> bool:
+def _is_allowed(family: int, address: Any) -> bool:
     scope = address[3] if family == socket.AF_INET6 else 0
     return not scope and is_public(address[0]) and not _is_own(family, address)
 
 
 def _is_own(family: int, address: Any) -> bool:
-    """Whether it is an address of this machine, on which its services may listen: public ones are usual with IPv6.
+    """Whether it is an address of this machine, where its services may listen.
 
-    A datagram socket that is connected sends nothing; it tells from which of our addresses it would.
+    With IPv6 such addresses are usually public. A connected datagram socket sends nothing, but
+    tells which address of this machine it would send from.
     """
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(address)
         except OSError:
-            return False  # there is no way to it
+            # There is no route to it.
+            return False
         return ipaddress.ip_address(probe.getsockname()[0]) == ipaddress.ip_address(address[0])
 
 
 def _secured(sock: socket.socket, target: Target, allowance: Allowance) -> socket.socket:
     context = ssl.create_default_context()
     context.set_alpn_protocols(["http/1.1"])
-    sock.settimeout(allowance.seconds())  # for the handshake as a whole
+    # For the whole handshake.
+    sock.settimeout(allowance.seconds())
     return context.wrap_socket(sock, server_hostname=target.host.rstrip("."))
 
 
 class _Wire(io.RawIOBase):
-    """A connection, read within the allowance: every wait is for the time that is left, every byte counts."""
+    """A connection, read within the allowance: every wait ends in time, every byte counts."""
 
     def __init__(self, sock: socket.socket, allowance: Allowance) -> None:
         self._sock = sock
@@ -226,7 +237,7 @@ class _Wire(io.RawIOBase):
         return count
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """What http.client asks of a socket."""
+        """The file from which http.client reads."""
         return io.BufferedReader(self)
 
 
@@ -235,9 +246,15 @@ def _ask(target: Target, wire: Any) -> http.client.HTTPResponse:
     if target.port != _PORTS[target.scheme]:
         host += f":{target.port}"
     lines = (
-        f"GET {target.path} HTTP/1.1", f"Host: {host}", "User-Agent: mlx-lm-shim", "Accept: image/*, */*;q=0.1",
-        "Accept-Encoding: identity", "Connection: close", "", "",
-    )  # fmt: skip
+        f"GET {target.path} HTTP/1.1",
+        f"Host: {host}",
+        "User-Agent: mlx-lm-shim",
+        "Accept: image/*, */*;q=0.1",
+        "Accept-Encoding: identity",
+        "Connection: close",
+        "",
+        "",
+    )
     wire.send("\r\n".join(lines).encode("ascii"))
     response = http.client.HTTPResponse(wire, method="GET")
     response.begin()
@@ -248,9 +265,8 @@ def _body(response: http.client.HTTPResponse, allowance: Allowance) -> bytes:
     if response.length is not None and response.length > allowance.bytes:
         allowance.spend(response.length)
     pieces = []
-    while piece := response.read(
-        _PIECE
-    ):  # in pieces: asked for a whole chunk, http.client believes the size it names
+    # In pieces: for a whole chunk http.client would trust the size that the chunk gives.
+    while piece := response.read(_PIECE_BYTES):
         pieces.append(piece)
     if response.length:
         raise http.client.IncompleteRead(b"", response.length)

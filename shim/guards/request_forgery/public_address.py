@@ -1,24 +1,25 @@
-"""Which addresses belong to the public internet, and so may be contacted on behalf of whoever sends a request."""
+"""Tells which addresses belong to the public internet: the server may contact them for a client."""
 
 from __future__ import annotations
 
 import ipaddress
 
-# What ipaddress calls global in some releases of Python and IANA does not, or what is a network of its own to reach.
+# Networks that ipaddress calls global in some releases of Python but IANA does not, or that only
+# relay to other networks.
 _NOT_PUBLIC_4 = [ipaddress.IPv4Network(n) for n in ("192.0.0.0/24", "192.88.99.0/24")]
 _NOT_PUBLIC_6 = [ipaddress.IPv6Network(n) for n in ("2001:db8::/32", "3fff::/20")]
-_UNICAST_6 = ipaddress.IPv6Network(
-    "2000::/3"
-)  # all that has ever been given out; site-local, say, lies elsewhere
-# An IPv4 address in IPv6's clothes: mapped, and behind the well-known NAT64, by which machines without IPv4 reach it.
+# All IPv6 unicast addresses that were ever assigned lie here; site-local ones, for example, do not.
+_UNICAST_6 = ipaddress.IPv6Network("2000::/3")
+# IPv6 addresses that hold an IPv4 address: mapped ones, and the well-known NAT64 prefix, by which
+# machines without IPv4 reach it.
 _CARRIES_IPV4 = [ipaddress.IPv6Network(n) for n in ("::ffff:0:0/96", "64:ff9b::/96")]
 
 
 def is_public(address: str) -> bool:
     """Whether `address`, as a resolver gives it, is a unicast address of the public internet.
 
-    An address that carries another (IPv4-mapped, NAT64, 6to4) is judged by the one it leads to as well; Teredo and
-    IPv4-compatible addresses, and any with a scope, are never public.
+    For an address that holds another one (IPv4-mapped, NAT64, 6to4) the inner address is checked
+    too. Teredo and IPv4-compatible addresses, and all with a scope, are never public.
     """
     try:
         ip = ipaddress.ip_address(address)

@@ -1,1 +1,1 @@
-"""Stock with one name changed: the copies, the server that starts them, and the table of what was seen."""
+"""Stock with one name changed: the copies, the servers that run them, the table of results."""

@@ -1,4 +1,4 @@
-"""What becomes of the shim's heart when a name of stock is another: one server a case, and a row for the table."""
+"""What becomes of the heart of the shim when a name of stock changes. Each case is a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from conftest import FaultyModel
 from kit.drift import mutate, stock_package
 from kit.drift.report import Row, faults_of_ours, states
-from kit.drift.server import Drifted, Host, lay_out, package_of
+from kit.drift.server import Drifted, lay_out, package_of
 from kit.harness import (
     KILLER,
     REPO,
@@ -31,14 +31,21 @@ from kit.pages import wrapping
 from kit.streams import Stream
 from shim.core.catalogue import GUARDS
 
-# The guards without which a death or a hang is not told, or is not told rightly.
+# Without these guards, a death or a hang is not told, or told wrongly.
 HEART = (
-    "generation_death", "stall", "endless_wait", "untruthful_health", "abrupt_stop", "frozen_interpreter",
+    "generation_death",
+    "stall",
+    "endless_wait",
+    "untruthful_health",
+    "abrupt_stop",
+    "frozen_interpreter",
     "abandoned_request",
-)  # fmt: skip
-AT_ONCE = 4  # most of a case is waiting
+)
+# Cases at the same time: most of a case is waiting.
+AT_ONCE = 4
 FIXED = {"prompt": "The quick brown", "max_tokens": 8, "temperature": 0}
-# What else a changed server must answer as stock does: each name is used by one of these, or while it starts or loads.
+# A changed server must answer these like stock too. One of them, or the start, or the load uses
+# each name.
 CHAT = {
     "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
     "max_tokens": 8,
@@ -62,7 +69,7 @@ json.dump(sorted(touched), sys.stdout)
 
 
 def touched(line: str, folder: Path, guards: Iterable[str] = GUARDS) -> list[tuple[str, str]]:
-    """Every name of stock that these guards and what observes ask for, with each of their settings asking for much."""
+    """Every name of stock that these guards and the observers look up, with every setting on."""
     off = {f"MLX_SHIM_{name.upper()}": "0" for name in GUARDS if name not in guards}
     environ = clean_environ(**wrapping.every_setting(folder) | off, PYTHONPATH=str(REPO))
     listed = subprocess.run(
@@ -76,11 +83,12 @@ def touched(line: str, folder: Path, guards: Iterable[str] = GUARDS) -> list[tup
 
 
 SERVER = "mlx_lm.server"
-Case = tuple[str, str, str]  # module, path, kind
+# Module, path, kind.
+Case = tuple[str, str, str]
 
 
 def cases(names: Iterable[tuple[str, str]], kinds: Iterable[str]) -> list[Case]:
-    """Each once. The class of a name is a name as well."""
+    """Each case once. The class of a name is a name too."""
     result = {}
     for module, path in names:
         for kind in kinds:
@@ -90,17 +98,13 @@ def cases(names: Iterable[tuple[str, str]], kinds: Iterable[str]) -> list[Case]:
 
 
 class Bench:
-    """What the cases of one line have in common: its fork server, its sources, a model, and the text stock makes."""
+    """What the cases of one line have in common: its sources, a model, and the text stock makes."""
 
     def __init__(self, line: str, folder: Path) -> None:
         self.line, self.folder = line, folder
-        self.host = Host(line, folder / "host.log")
         self.sources = stock_package.read(package_of(line))
         self.model = FaultyModel(folder / "model", kind="sleep_while_triggered", delay=0.02)
         self._made = 0
-
-    def close(self) -> None:
-        self.host.close()
 
     @cached_property
     def stock_answers(self) -> dict[str, Any]:
@@ -110,7 +114,7 @@ class Bench:
     def run_all(
         self, wanted: Iterable[Case], run: Callable[..., Row | None] | None = None
     ) -> list[Row]:
-        """The rows of those cases that make sense."""
+        """Run the cases. Returns the rows of those that make sense."""
         _ = self.stock_answers
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return [
@@ -120,7 +124,7 @@ class Bench:
             ]
 
     def run_each(self, attributes: Iterable[str]) -> list[Row | None]:
-        """The rows of attributes of the generator."""
+        """Run a case for each attribute of the generator."""
         _ = self.stock_answers
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(self.run_attribute, attributes))
@@ -130,14 +134,16 @@ class Bench:
         return None if changed is None else self.run_changed(module, path, kind, changed)
 
     def run_attribute(self, name: str) -> Row | None:
-        """An attribute of the server's generator, renamed throughout; None where the release does not have it."""
+        """Rename an attribute of the server's generator throughout.
+
+        Returns None where the release does not have it.
+        """
         source = self.sources[SERVER]
-        # As an attribute of what holds it: a keyword of the same name belongs to somebody else.
+        # Only after a dot: a keyword of the same name is another thing.
         changed = re.sub(rf"(?<=\.){name}\b(?!=[^=])", f"{name}_renamed", source)
         changed = re.sub(rf"\bdef {name}\b", f"def {name}_renamed", changed)
-        changed = re.sub(
-            r"\br\.prompt_cache_renamed\b", "r.prompt_cache", changed
-        )  # of the batch's responses
+        # The responses of a batch have an attribute of the same name.
+        changed = re.sub(r"\br\.prompt_cache_renamed\b", "r.prompt_cache", changed)
         return (
             None
             if changed == source
@@ -160,7 +166,7 @@ class Bench:
 
     @contextlib.contextmanager
     def changed(self, module: str, path: str, kind: str) -> Iterator[Drifted]:
-        """A server over the changed sources, under the shim with the limits of a case."""
+        """A server with the changed sources, under the shim with the limits of a case."""
         folder = self._folder()
         lay_out(
             folder, package_of(self.line), mutate.mutate(self.sources, module, path, kind) or {}
@@ -169,7 +175,7 @@ class Bench:
             yield server
 
     def serves(self, module: str, path: str, kind: str) -> Row | None:
-        """Whether the changed server, without the shim, answers all that stock answers, in the same words."""
+        """Check that the changed server, without the shim, answers everything like stock."""
         changed = mutate.mutate(self.sources, module, path, kind)
         if changed is None:
             return None
@@ -189,7 +195,7 @@ class Bench:
         return row
 
     def control(self, module: str, path: str, kind: str) -> None:
-        """Without the shim the hang is never told, and the death leaves a zombie; else raise Inconclusive."""
+        """Raise Inconclusive unless stock hangs in silence, and stays as a zombie after a death."""
         folder = self._folder()
         lay_out(
             folder, package_of(self.line), mutate.mutate(self.sources, module, path, kind) or {}
@@ -198,7 +204,7 @@ class Bench:
             server.ready()
             assert _answers(server) == self.stock_answers
             trigger = server.log.with_name("trigger")
-            stream = _blocked(server, trigger)
+            stream = _block(server, trigger)
             ended = wait_until(lambda: not server.alive or not stream.thread.is_alive(), 5)
             if ended or server.get("/health")[0] != 200:
                 raise Inconclusive(
@@ -215,7 +221,7 @@ class Bench:
         return folder
 
     def _server(self, folder: Path, package: Path | None, **environ: str | None) -> Drifted:
-        """Each has a model of its own, as the file that triggers the fault is named in it."""
+        """Each server has its own model, which names the file that triggers the fault."""
         model = folder / "model"
         model.mkdir()
         for file in self.model.path.iterdir():
@@ -227,18 +233,22 @@ class Bench:
         }
         (model / "config.json").write_text(json.dumps(config))
         return Drifted(
-            self.host, package, model, folder / "log", args=self.model.args, environ=environ
+            self.line, package, model, folder / "log", args=self.model.args, environ=environ
         )
 
 
 ASKED = {
-    "MLX_SHIM_ON_STALL": "dump", "MLX_SHIM_DECODE_STALL": "1s", "MLX_SHIM_PREFILL_STALL": "2s",
-    "MLX_SHIM_BAD_REQUEST": "0", "MLX_SHIM_KILLER_REQUEST": "0", "MLX_SHIM_CRASH_LOOP": "0",
-}  # fmt: skip
+    "MLX_SHIM_ON_STALL": "dump",
+    "MLX_SHIM_DECODE_STALL": "1s",
+    "MLX_SHIM_PREFILL_STALL": "2s",
+    "MLX_SHIM_BAD_REQUEST": "0",
+    "MLX_SHIM_KILLER_REQUEST": "0",
+    "MLX_SHIM_CRASH_LOOP": "0",
+}
 
 
 def _answers(server: Drifted) -> dict[str, Any]:
-    """What it says to each of the fixed requests."""
+    """Its answer to each of the fixed requests."""
     requests = {"fixed": ("/v1/completions", FIXED), **OTHERS}
     answers = {
         name: server.post(body | {"temperature": 0}, path)
@@ -254,7 +264,7 @@ def _words(status: int, answer: Any) -> Any:
     return choice.get("text", choice.get("message")), choice["finish_reason"]
 
 
-def _blocked(server: Drifted, trigger: Path) -> Stream:
+def _block(server: Drifted, trigger: Path) -> Stream:
     """A stream whose model has just been blocked."""
     stream = Stream(server, {"prompt": "x", "max_tokens": 100_000})
     assert stream.first.wait(30), f"nothing was streamed; its log:\n{server.text()[-2000:]}"
@@ -293,7 +303,7 @@ class _Course:
         ]
 
     def cannot(self, guard: str) -> bool:
-        """Whether it was said, before the fault, that the guard is not at work."""
+        """Whether the shim has said, before the fault, that the guard does not work."""
         if any("not active" in x for x in self.server.shim_lines()):
             return True
         lost = (f"{guard} incompatible", f"{guard} failed")
@@ -308,7 +318,7 @@ class _Course:
 
     def hangs(self) -> None:
         silent = self.cannot("stall")
-        stream = _blocked(self.server, self.trigger)
+        stream = _block(self.server, self.trigger)
         told = wait_until(
             lambda: "stalled: " in self.server.text(), 0 if silent else TOLD_WITHIN, 0.2
         )

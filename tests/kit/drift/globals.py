@@ -1,4 +1,4 @@
-"""Changes a name of a module, a function or a class say, in one module of mlx_lm: its own, or one that imports it."""
+"""Changes a name of a module, such as a function or a class, in one module of mlx_lm."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ class Globals(Rewriter, ast.NodeTransformer):
     def __init__(self, sources: Sources, module: str, found: Found, kind: str) -> None:
         super().__init__(kind, {found.top})
         self.sources, self.module, self.found = sources, module, found
-        self.name = (
-            found.top if module == found.home else ""
-        )  # its name here; none until it is imported
+        # Its name in this module; empty until the module imports it.
+        self.name = found.top if module == found.home else ""
         self.scopes: list[set[str]] = []
         self.modules = set(stock_package.aliases(sources, module, found.home))
 
@@ -125,7 +124,7 @@ class Globals(Rewriter, ast.NodeTransformer):
         )
 
     def _local(self, function: ast.FunctionDef) -> set[str]:
-        """The names that are local to a function, but for the changed one where the function imports it."""
+        """The local names of a function, without the changed one where the function imports it."""
         given = function.args
         names = {
             a.arg

@@ -8,23 +8,25 @@ from kit.drift import stock_package
 from kit.drift.rewriter import Rewriter, renamed
 from kit.drift.shapes import helped, helper, is_thread
 
-# How mlx_lm calls a class that it was given.
+# The names under which mlx_lm calls a class that it gets as an argument.
 GIVEN_CLASSES = ("cls", "handler_class", "server_class")
 BY_NAME = ("hasattr", "getattr", "setattr", "delattr")
 
 
 class Members(Rewriter, ast.NodeTransformer):
-    """Changes a member of a class where it is defined, and wherever something of its class is used."""
+    """Changes a member of a class: its definition, and its uses through objects of the class."""
 
     def __init__(self, module: str, family: stock_package.Family, member: str, kind: str) -> None:
-        names = {name for _, name in family.everybody}  # all of mlx_lm imports them under these
+        # All of mlx_lm imports the classes under these names.
+        names = {name for _, name in family.everybody}
         super().__init__(
             kind, {member} | ({*names, *GIVEN_CLASSES} if member == "__init__" else set())
         )
         self.member, self.names = member, names
         self.ours = {name for home, name in family.everybody if home == module}
         self.roots = {name for home, name in family.roots if home == module}
-        self.top = ""  # the class at the top of the module in which we are
+        # The top-level class that the visitor is in.
+        self.top = ""
         self.functions = 0
 
     @property
@@ -47,7 +49,7 @@ class Members(Rewriter, ast.NodeTransformer):
         return [f"    _drift_{self.member} = True"]
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        """One within a class, or within a function."""
+        """A class within a class, or within a function."""
         if self.in_class_body and self.shape is None and node.name == self.member:
             self.touched, node.name = True, renamed(node.name)
         return self.children(node)
@@ -69,7 +71,8 @@ class Members(Rewriter, ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if self.shape is None and self.in_class_body and node.id == self.member:
-            node.id = renamed(node.id)  # a field, a decorator
+            # A field or a decorator.
+            node.id = renamed(node.id)
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -119,7 +122,7 @@ class Members(Rewriter, ast.NodeTransformer):
         return node
 
     def _named_in(self, node: ast.Call, function: str) -> ast.AST:
-        """A call that holds the name as a string, or as a keyword: a field of a dataclass."""
+        """A call that holds the name as a string, or as a keyword for a field of a dataclass."""
         if (
             function in BY_NAME
             and isinstance(node.args[1], ast.Constant)
@@ -140,5 +143,5 @@ class Members(Rewriter, ast.NodeTransformer):
         )
 
     def _is_ours(self, value: ast.expr) -> bool | None:
-        """Whether it is of the family. None: that is to be seen at run time."""
+        """Whether it is of the family. None: only the run time can tell."""
         return self.inside if isinstance(value, ast.Name) and value.id == "self" else None

@@ -1,7 +1,8 @@
-"""Changes a name of stock throughout the sources of mlx_lm, as a release may: the server must serve as before.
+"""Changes a name of stock throughout the sources of mlx_lm, like a release may.
 
-`mutate` answers with the sources that changed, or None where such a change makes no sense for the name. The changed
-sources need tests/kit/drift/names.py beside the package.
+The changed server must serve as before. `mutate` returns the changed sources, or None where such a
+change makes no sense for the name. The changed sources need tests/kit/drift/names.py next to the
+package.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ KINDS = ("renamed", "extra argument", "other result", "generator", "moved")
 
 
 def mutate(sources: Sources, module: str, path: str, kind: str) -> Sources | None:
-    """The modules that change when what `path` means in `module` is renamed, takes an argument more, and so on."""
+    """Make the change to the thing that `path` means in `module`. Returns the changed modules."""
     found = stock_package.find(sources, module, path)
     if found is None:
         return None
+    # The console script and mlx_lm.cli call it by this name.
     if found.home.endswith(".server") and found.top == "main":
-        return None  # the console script and mlx_lm.cli call it by this name
+        return None
     if kind == "moved":
-        return None if found.member else _moved(sources, found)
+        return None if found.member else _move(sources, found)
     return (
         _change_name(sources, found, kind)
         if found.member is None
@@ -33,7 +35,7 @@ def mutate(sources: Sources, module: str, path: str, kind: str) -> Sources | Non
 
 
 def subject(path: str, kind: str) -> str:
-    """What is to be changed for a path: a method moves with its class."""
+    """The path of the thing to change: a method moves with its class."""
     return path.partition(".")[0] if kind == "moved" else path
 
 
@@ -51,7 +53,7 @@ def _change_member(sources: Sources, found: Found, kind: str) -> Sources | None:
     changed = {}
     for module, source in sources.items():
         if member in source and (member != "__init__" or any(name in source for name in names)):
-            new = Members(module, family, member, kind).rewritten(source)
+            new = Members(module, family, member, kind).rewrite(source)
             if new is not None:
                 changed[module] = new
     return changed
@@ -65,14 +67,14 @@ def _change_name(sources: Sources, found: Found, kind: str) -> Sources | None:
     changed = {}
     for module, source in sources.items():
         if found.top in source:
-            new = Globals(sources, module, found, kind).rewritten(source)
+            new = Globals(sources, module, found, kind).rewrite(source)
             if new is not None:
                 changed[module] = new
     return changed
 
 
 def _can_change(node: ast.AST, kind: str) -> bool:
-    """Whether a definition is a plain function, of which another shape makes sense."""
+    """Whether a definition is a plain function, which can have another shape."""
     if not isinstance(node, ast.FunctionDef):
         return False
     special = node.name.startswith("__")
@@ -83,8 +85,8 @@ def _can_change(node: ast.AST, kind: str) -> bool:
     return not special and not shapes.yields(node)
 
 
-def _moved(sources: Sources, found: Found) -> Sources | None:
-    """The definition goes to a module of its own, with globals of its own, and is imported back from there."""
+def _move(sources: Sources, found: Found) -> Sources | None:
+    """Put the definition into a new module with its own globals, and import it back from there."""
     home = ast.parse(sources[found.home])
     place = next(
         (n for n, s in enumerate(home.body) if getattr(s, "name", None) == found.top), None
@@ -92,8 +94,9 @@ def _moved(sources: Sources, found: Found) -> Sources | None:
     if place is None:
         return None
     node = home.body[place]
+    # It would set globals of the new module, which no code reads.
     if any(isinstance(part, ast.Global) for part in ast.walk(node)):
-        return None  # it would set what nobody reads
+        return None
     used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} - {found.top}
     above = sorted(used & _defined(home.body[:place]))
     below = sorted(used & _defined(home.body[place + 1 :]))
@@ -108,11 +111,13 @@ def _moved(sources: Sources, found: Found) -> Sources | None:
         if stock_package.is_package(sources, found.home)
         else found.home.rpartition(".")[0]
     )
-    itself = None if package == found.home else last  # what the new module calls the old one
+    # The name of the old module in the new one.
+    itself = None if package == found.home else last
     back = [ast.ImportFrom(itself, [ast.alias(name) for name in above], 1)] if above else []
     moved = ast.Module([*future, *imports, *back, node], [])
     home.body[place] = ast.ImportFrom(new, [ast.alias(found.top)], 1)
-    if below:  # not there yet when the new module is imported
+    # The names below do not exist yet when the new module is imported.
+    if below:
         home.body.append(ast.ImportFrom(None, [ast.alias(new)], 1))
         home.body += [ast.parse(f"{new}.{name} = {name}").body[0] for name in below]
     return {found.home: ast.unparse(home), f"{package}.{new}": ast.unparse(moved)}
@@ -123,7 +128,7 @@ def _is_future(statement: ast.stmt) -> bool:
 
 
 def _defined(statements: list[ast.stmt]) -> set[str]:
-    """The names of a module that these statements define, imports aside."""
+    """The names of a module that these statements define, without imports."""
     names: set[str] = set()
     for statement in statements:
         if isinstance(statement, stock_package.DEFINITION):

@@ -1,17 +1,20 @@
-"""What the sources that tests/kit/drift/mutate.py changes call at run time: it lies beside the changed copy of mlx_lm.
+"""Helpers that the changed sources call at run time.
 
-`X.name(...)` means the changed thing only where X is of a class that has it, and an AST does not know the class of X.
-The changed classes carry a mark, `_drift_NAME`, which is looked up here through X: an instance, a class or a super().
+tests/kit/drift/server.py puts this file next to the changed copy of mlx_lm. `X.name(...)` means
+the changed thing only where X is of a class that has it, and an AST does not know the class of X.
+So the changed classes carry a mark, `_drift_NAME`. These helpers look it up through X, which is an
+instance, a class or a super().
 """
 
 import functools
 from typing import Any, NamedTuple
 
-EXTRA = object()  # the further argument
+# The value of the further argument.
+EXTRA = object()
 
 
 class Result(NamedTuple):
-    """What a function returns whose result is another thing now."""
+    """The result of a function whose result has changed its shape."""
 
     value: Any
 
@@ -21,12 +24,12 @@ def marked(x, name):
 
 
 def new(x, name):
-    """What the attribute is called in x."""
+    """The name of the attribute in x."""
     return f"{name}_renamed" if marked(x, name) else name
 
 
 class Slot:
-    """`Slot(x, name).value` is the attribute under the name that it has in x, to be read, set or deleted."""
+    """`Slot(x, name).value` reads, sets or deletes the attribute by the name that it has in x."""
 
     def __init__(self, x, name):
         self.__dict__.update(x=x, name=new(x, name))
@@ -45,7 +48,7 @@ class Slot:
 
 
 def by_name(function, x, name, *rest):
-    """hasattr, getattr, setattr or delattr of the attribute under the name that it has in x."""
+    """Call hasattr, getattr, setattr or delattr with the name that the attribute has in x."""
     return function(x, new(x, name), *rest)
 
 
@@ -62,5 +65,5 @@ def taking(function, changed):
 
 
 def bound(how, x, name):
-    """The method of x, to be called as before it was changed."""
+    """The method of x, which can be called as before the change."""
     return how(getattr(x, name), marked(x, name))

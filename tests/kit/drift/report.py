@@ -1,4 +1,4 @@
-"""What a case of tests/kit/drift/cases.py showed: read from the log of its server, a row of a table."""
+"""The result of a case of tests/kit/drift/cases.py, partly read from the log: a row of a table."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ Made on {date} by
 
     .venvs/0.32.2/bin/python tests/bench/drift.py
 
-in {minutes:.0f} minutes, on Linux. Do not edit it: run that again. The names are those that the shim wraps, looks up or
-reads, as it noted them itself. For each case a copy of mlx_lm was changed throughout, as a release may change: the name
-renamed; its function with a further required argument, with its result in another shape, or a generator; or its class, or
-function, moved to another module. Then the server had to start and to serve the words that stock serves, a stall had to be
-told, a death had to end the process with 70, and no exception of the shim might reach stock.
+in {minutes:.0f} minutes, on Linux. Do not edit it: run that again. The names are those that the
+shim wraps, looks up or reads, as it noted them itself. For each case a copy of mlx_lm was changed
+throughout, as a release may change: the name renamed; its function with a further required
+argument, with its result in another shape, or a generator; or its class, or function, moved to
+another module. Then the server had to start and to serve the words that stock serves, the shim had
+to tell a stall, a death had to end the process with 70, and no exception of the shim might reach
+stock.
 
-A cell is `death / stall`: the exit status, and whether the stall was `told`; `said` where it was not told and a line at
-start had said so. Empty: that change makes no sense for that name, or http.server dictates it. In bold: not as it should be.
+A cell is `death / stall`: the exit status, and whether the stall was `told`; `said` where it was
+not told and a line at the start had said so. Empty: that change makes no sense for that name, or
+http.server dictates it. In bold: not as it should be.
 
 {cases} cases, {wrong} not as they should be, {lost} in which the heart was lost.
 
@@ -37,7 +40,7 @@ start had said so. Empty: that change makes no sense for that name, or http.serv
 
 @dataclass
 class Row:
-    """What one case showed."""
+    """The result of one case."""
 
     line: str
     name: str
@@ -51,7 +54,10 @@ class Row:
 
     def __str__(self) -> str:
         what = "; ".join(self.wrong) or "as it should be"
-        return f"{self.line} {self.name} {self.kind}: stall {self.stall}, death {self.death}: {what}; said: {self.said}"
+        return (
+            f"{self.line} {self.name} {self.kind}: stall {self.stall}, death {self.death}:"
+            f" {what}; said: {self.said}"
+        )
 
 
 def states(line: str) -> list[tuple[str, str, str]]:
@@ -64,12 +70,16 @@ def states(line: str) -> list[tuple[str, str, str]]:
 
 
 def faults_of_ours(log: str) -> list[str]:
-    """The tracebacks in a log that end in the shim, or are of an exception of its own. Other lines may lie between."""
+    """The tracebacks in a log that end in the shim or show one of its exceptions.
+
+    Other lines may lie between the lines of a traceback.
+    """
     found = []
     for block in log.split("Traceback (most recent call last):\n")[1:]:
         error = re.search(r"^[A-Za-z_][\w.]*(?:: .*)?$", block, re.MULTILINE)
+        # The process ended while it printed the traceback.
         if error is None:
-            continue  # the process ended while it was printed
+            continue
         traceback = block[: error.start()]
         frames = re.findall(r'^  File "(.*?)", line (\d+), in ', traceback, re.MULTILINE)
         what = error.group()
@@ -95,7 +105,7 @@ def page(rows: list[Row], seconds: float) -> str:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """As Markdown: a line for each name, a column for each kind, in each "death / stall", in bold where it is wrong."""
+    """The Markdown table: a line for each name, a column for each kind of change."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         cell = f"{row.death} / {row.stall}"

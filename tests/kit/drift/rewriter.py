@@ -1,4 +1,4 @@
-"""Rewrites one module of mlx_lm for tests/kit/drift/mutate.py, and leaves as it is written what is not concerned."""
+"""Rewrites one module of mlx_lm for tests/kit/drift/mutate.py. Other statements stay as written."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ def renamed(name: str) -> str:
 
 
 class Rewriter(ast.NodeTransformer):
-    """Only the statements in which one of the words occurs are read, and written anew."""
+    """Parses and rewrites only the statements that contain one of the words."""
 
     def __init__(self, kind: str, words: set[str]) -> None:
-        self.shape = SHAPES.get(kind)  # None: a new name
+        # None: the change is a new name.
+        self.shape = SHAPES.get(kind)
         self.words = words
         self.touched = False
 
-    def rewritten(self, source: str) -> str | None:
-        """The source of the module as it is now, or None where nothing is other than before."""
+    def rewrite(self, source: str) -> str | None:
+        """The new source of the module, or None where nothing changes."""
         tree, lines = stock_package.parse(source), source.splitlines()
         first = next(
             n for n, statement in enumerate(tree.body) if not _has_to_be_first(n, statement)
@@ -48,7 +49,7 @@ class Rewriter(ast.NodeTransformer):
         )
 
     def _of_class(self, node: ast.ClassDef, lines: list[str], offset: int) -> list[str]:
-        """The lines of a class at the top of the module, from the line `offset` on."""
+        """The new lines of a class at the top of the module, which begins at the line `offset`."""
         done = _begin(node.body[0]) - offset
         result = self.class_begins(node.name, lines[:done])
         for statement in node.body:
@@ -71,7 +72,7 @@ class Rewriter(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def reference(self, node: ast.expr) -> ast.expr:
-        """The function where it is not called: one that can be called as before."""
+        """A reference to the function, replaced by a function that is called as before."""
         return helped(self.shape.reference, node, ast.Constant(True))
 
     def changed_call(self, node: ast.Call) -> ast.expr:
@@ -89,7 +90,7 @@ def _has_to_be_first(n: int, statement: ast.stmt) -> bool:
 
 
 def _begin(statement: ast.stmt) -> int:
-    """The index of its first line, that of a decorator where it has one."""
+    """The index of its first line, which may be a decorator."""
     return (
         min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", ()))]) - 1
     )

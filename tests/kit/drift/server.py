@@ -1,19 +1,14 @@
-"""Starts stock servers whose sources were changed, as children of the fork server of a line (tests/kit/drift/host.py)."""
+"""Starts stock servers whose sources were changed."""
 
 from __future__ import annotations
 
-import itertools
-import json
-import queue
+import os
 import shutil
-import subprocess
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from kit.drift.stock_package import Sources, file_of
-from kit.harness import REPO, START, VENVS, Server, clean_environ, free_port, python_of, wait_until
+from kit.harness import REPO, VENVS, Server, wait_until
 
 READY = 30.0
 HERE = Path(__file__).parent
@@ -54,101 +49,22 @@ def _link(folder: Path, stock: Path, changed: set[Path]) -> None:
             ours.symlink_to(item)
 
 
-class Host:
-    """The fork server of a line, and what it tells of its children."""
-
-    def __init__(self, line: str, log: Path) -> None:
-        self.line = line
-        self._answers: dict[Any, queue.Queue[Any]] = {}
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        self._log = log.open("ab")
-        self._process = subprocess.Popen(
-            [python_of(line), str(HERE / "host.py")], env=clean_environ(), stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self._log, start_new_session=True,
-        )  # fmt: skip
-        assert self._process.stdout is not None
-        if json.loads(self._process.stdout.readline() or "{}") != {"ready": True}:
-            raise AssertionError(f"the fork server did not start:\n{log.read_text()[-2000:]}")
-        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-        self._log.close()
-
-    def fork(
-        self, path: list[Path], environ: dict[str, str], args: tuple[str, ...], log: Path
-    ) -> Child:
-        number = next(self._numbers)
-        with self._lock:
-            answer = self._answers[f"id {number}"] = queue.Queue()
-        self._send(id=number, path=[str(p) for p in path], environ=environ, args=args, log=str(log))
-        pid = answer.get(timeout=START)
-        return Child(self, pid, self._answer_of(f"pid {pid}"))
-
-    def _answer_of(self, key: str) -> queue.Queue[Any]:
-        with self._lock:
-            return self._answers.setdefault(key, queue.Queue())
-
-    def kill(self, pid: int) -> None:
-        """By way of the host, which knows whether the number is still the child's."""
-        self._send(kill=pid)
-
-    def _send(self, **command: Any) -> None:
-        assert self._process.stdin is not None
-        with self._lock:
-            self._process.stdin.write(json.dumps(command).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def _read(self, answers: Any) -> None:
-        for line in answers:
-            answer = json.loads(line)
-            if "id" in answer:
-                self._answer_of(f"pid {answer['pid']}")
-                self._answer_of(f"id {answer['id']}").put(answer["pid"])
-            else:
-                self._answer_of(f"pid {answer['pid']}").put(answer["status"])
-
-
-class Child:
-    """A child of the fork server, with what harness.Server uses of a subprocess.Popen."""
-
-    def __init__(self, host: Host, pid: int, ended: queue.Queue[Any]) -> None:
-        self.host, self.pid, self.returncode = host, pid, None
-        self._ended = ended
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            try:
-                self.returncode = self._ended.get_nowait()
-            except queue.Empty:
-                return None
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = time.monotonic() + (START if timeout is None else timeout)
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("the child", timeout or START)
-            time.sleep(0.02)
-        return int(self.returncode or 0)
-
-
 class Drifted(Server):
-    """The server of a line, run by its fork server over the mlx_lm in `folder` (None: stock's)."""
+    """The server of a line over the mlx_lm in `folder` (None: stock's)."""
 
     def __init__(
-        self, host: Host, folder: Path | None, model: Path, log: Path, *, args: tuple[str, ...] = (),
+        self,
+        line: str,
+        folder: Path | None,
+        model: Path,
+        log: Path,
+        *,
+        args: tuple[str, ...] = (),
         environ: dict[str, str | None] | None = None,
-    ) -> None:  # fmt: skip
-        self.port, self.log, self.line, self.sockets = free_port(), log, host.line, []
+    ) -> None:
         path = [REPO, *([folder] if folder is not None else [])]
-        variables = clean_environ(**(environ or {}), PYTHONPATH=":".join(map(str, path)))
-        command = ("server", "--port", str(self.port), "--model", str(model), *args)
-        log.touch()
-        self.process = host.fork(path, variables, command, log)
+        environ = (environ or {}) | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+        super().__init__(line, model, log, args=args, environ=environ, bytecode=False)
 
     def ready(self) -> Drifted:
         """Sooner given up than with other servers: it is up within a second, or it does not serve."""
@@ -159,10 +75,3 @@ class Drifted(Server):
         self, body: Any, path: str = "/v1/completions", timeout: float = READY
     ) -> tuple[int, Any]:
         return super().post(body, path, timeout)
-
-    def __exit__(self, *_: object) -> None:
-        for s in self.sockets:
-            s.close()
-        if self.process.poll() is None:
-            self.process.host.kill(self.process.pid)
-        self.process.wait()

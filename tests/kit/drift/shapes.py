@@ -1,4 +1,4 @@
-"""The other shapes of a function: how its definition changes, its calls, and where it is named without a call."""
+"""The other shapes of a function: how its definition, its calls and other references change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HELPER = "drift_names"
 
 
 def helper(name: str) -> ast.expr:
-    """Something of tests/kit/drift/names.py."""
+    """A name of tests/kit/drift/names.py."""
     return ast.Attribute(ast.Name(HELPER, ast.Load()), name, ast.Load())
 
 
@@ -18,7 +18,7 @@ def helped(name: str, *args: ast.expr) -> ast.Call:
 
 
 def own(function: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function but for those of functions and classes within, which come as one node each."""
+    """The nodes of a function. A function or class within it comes as one node."""
     waiting = list(getattr(function, "body", []))
     while waiting:
         node = waiting.pop()
@@ -63,7 +63,7 @@ class ExtraArgument:
 
 
 class OtherResult:
-    """The result comes in a tuple of one, of a class of its own."""
+    """The result comes in a tuple of one, which has its own class."""
 
     reference = "opening"
 
@@ -82,7 +82,7 @@ class OtherResult:
 
 
 class Generator:
-    """The result is yielded, once."""
+    """The function yields its result, once."""
 
     reference = "taking"
 
@@ -105,7 +105,7 @@ SHAPES = {"extra argument": ExtraArgument, "other result": OtherResult, "generat
 
 
 class _Returns(ast.NodeTransformer):
-    """Puts other statements in the place of each `return` of a function, not of those within."""
+    """Replaces each `return` of a function, but not those of functions within it."""
 
     def __init__(self, instead) -> None:
         self.instead = instead

@@ -1,4 +1,7 @@
-"""The sources of a mlx_lm as tests/kit/drift/mutate.py reads them: which modules the server needs, and what a dotted path means."""
+"""Reads the sources of a mlx_lm for tests/kit/drift/mutate.py.
+
+It tells which modules the server needs, and what a dotted path means.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
-Sources = dict[str, str]  # by the name of the module
+# By the name of the module.
+Sources = dict[str, str]
 ROOTS = ("mlx_lm", "mlx_lm.cli", "mlx_lm.server", "mlx_lm.models.llama")
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -17,12 +21,12 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @functools.cache
 def parse(source: str) -> ast.Module:
-    """To be read only."""
+    """Parse the source. The caller must not change the tree."""
     return ast.parse(source)
 
 
 def read(package: Path) -> Sources:
-    """The modules that the server of a tiny llama needs, of the package in that folder."""
+    """The modules of the package in that folder that the server of a tiny llama needs."""
     sources: Sources = {}
     wanted = list(ROOTS)
     while wanted:
@@ -44,19 +48,18 @@ def file_of(folder: Path, module: str) -> Path:
 
 
 def _needs(source: str, module: str, package: bool) -> Iterator[str]:
-    """The modules of mlx_lm that the source imports from, wherever in it."""
+    """The modules of mlx_lm from which the source imports, at any place."""
     for node in ast.walk(parse(source)):
         if isinstance(node, ast.ImportFrom):
             home = origin(node, module, package)
             if home.split(".")[0] == "mlx_lm":
                 yield home
-                yield from (
-                    f"{home}.{alias.name}" for alias in node.names
-                )  # one may be a module itself
+                # An imported name may be a module itself.
+                yield from (f"{home}.{alias.name}" for alias in node.names)
 
 
 def origin(node: ast.ImportFrom, module: str, package: bool = False) -> str:
-    """The full name of the module that is imported from."""
+    """The full name of the module from which the statement imports."""
     if not node.level:
         return node.module or ""
     parents = module.split(".")
@@ -65,7 +68,7 @@ def origin(node: ast.ImportFrom, module: str, package: bool = False) -> str:
 
 
 def aliases(sources: Sources, module: str, home: str) -> Iterator[str]:
-    """What a module calls the module `home`, where it has imported it as a whole."""
+    """The names under which a module has imported the whole module `home`."""
     for node in parse(sources[module]).body:
         if isinstance(node, ast.ImportFrom):
             parent = origin(node, module, is_package(sources, module))
@@ -76,18 +79,19 @@ def aliases(sources: Sources, module: str, home: str) -> Iterator[str]:
 
 @dataclass
 class Found:
-    """What a dotted path means: a member of a class, or a name of a module."""
+    """The meaning of a dotted path: a member of a class, or a name of a module."""
 
-    home: str  # the module that defines it
-    top: str  # its name there, or that of its class
+    # The module that defines it.
+    home: str
+    # Its name there, or the name of its class.
+    top: str
     member: str | None
-    node: (
-        ast.stmt | None
-    )  # the definition of `top`; None where the name comes from outside of mlx_lm
+    # The definition of `top`; None where the name comes from outside of mlx_lm.
+    node: ast.stmt | None
 
 
 def find(sources: Sources, module: str, path: str) -> Found | None:
-    """None where the sources have no such thing, or it is deeper than a member of a class."""
+    """Find the thing. None: the sources do not have it, or it is deeper than a class member."""
     top, _, rest = path.partition(".")
     for node in parse(sources[module]).body if module in sources else ():
         if isinstance(node, DEFINITION) and node.name == top:
@@ -100,14 +104,14 @@ def find(sources: Sources, module: str, path: str) -> Found | None:
         if isinstance(node, ast.ImportFrom | ast.Import):
             for alias in node.names:
                 if (alias.asname or alias.name) == top:
-                    return _imported(sources, module, node, alias, rest)
+                    return _resolve_import(sources, module, node, alias, rest)
     return None
 
 
-def _imported(
+def _resolve_import(
     sources: Sources, module: str, node: ast.Import | ast.ImportFrom, alias: ast.alias, rest: str
 ) -> Found | None:
-    """What is meant by an imported name, or by a member of it."""
+    """The meaning of an imported name, or of a member of it."""
     home = (
         origin(node, module, is_package(sources, module))
         if isinstance(node, ast.ImportFrom)
@@ -125,17 +129,16 @@ def _classes(source: str) -> dict[str, ast.ClassDef]:
 
 @dataclass
 class Family:
-    """A class that has a member, and all that inherit it or have it in common."""
+    """The classes that have a member in common, each as (module, class)."""
 
-    roots: set[
-        tuple[str, str]
-    ]  # (module, class): those that define it, and inherit it from none of mlx_lm
+    # Those that define the member, and do not inherit it from a class of mlx_lm.
+    roots: set[tuple[str, str]]
     everybody: set[tuple[str, str]]
     definitions: list[ast.AST]
 
 
 def family(sources: Sources, home: str, top: str, member: str) -> Family:
-    """Of the class `top`; without roots where no class of mlx_lm defines the member."""
+    """The family of the class `top`; without roots where no class of mlx_lm defines the member."""
     above = _ancestors(sources, home, top)
     definers = {(m, c) for m, c in above if member in members(_classes(sources[m])[c])}
     roots = {
@@ -152,7 +155,7 @@ def family(sources: Sources, home: str, top: str, member: str) -> Family:
 
 
 def _ancestors(sources: Sources, module: str, name: str) -> list[tuple[str, str]]:
-    """The class itself and those of mlx_lm that it inherits from."""
+    """The class itself, and the classes of mlx_lm that it inherits from."""
     node = _classes(sources[module]).get(name)
     if node is None:
         return []
@@ -167,7 +170,7 @@ def _ancestors(sources: Sources, module: str, name: str) -> list[tuple[str, str]
 
 @functools.cache
 def members(node: ast.ClassDef) -> dict[str, ast.AST]:
-    """What a class defines: methods, fields, classes within, and what its methods set on self."""
+    """The members that a class defines: methods, fields, classes, attributes set on self."""
     stored = [
         p for p in ast.walk(node) if isinstance(p, ast.Attribute) and isinstance(p.ctx, ast.Store)
     ]

@@ -1,1 +1,1 @@
-"""Models for tests: tiny, hybrid, large, or faulty on purpose."""
+"""Models for tests: tiny, hybrid, large, or faulty."""

@@ -1,4 +1,4 @@
-"""Tiny llamas that hold much memory where a test wants it: in the cache of their keys and values, or in their weights."""
+"""Tiny llamas that hold much memory where a test wants it: in their caches, or in their weights."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import mlx.core as mx
 from shim.cli import tiny_model
 
 HIDDEN, KV_HEADS, FLOAT32 = tiny_model.HIDDEN, 1, 4
-# A cache that is not part of a batch grows by so many tokens at a time, and holds them whether they are used or not.
+# A cache outside a batch grows by so many tokens at a time, used or not.
 STEP = 256
-PRINTABLE = 94  # the first tokens of the vocabulary: "!" to "~"
+# The first tokens of the vocabulary: "!" to "~".
+PRINTABLE = 94
 
 
 def bytes_per_token(head_dim: int, layers: int = 1) -> int:
-    """What one token takes in a cache of the model: its keys and its values in every layer."""
+    """The bytes of one token in a cache of the model: its keys and its values in every layer."""
     return 2 * layers * KV_HEADS * head_dim * FLOAT32
 
 
 def weight_bytes(feed_forward: int, layers: int = 1) -> int:
-    """What the greater part of the weights takes."""
+    """The bytes of the greater part of the weights."""
     return 3 * layers * feed_forward * HIDDEN * FLOAT32
 
 
 def vocabulary_bytes(vocabulary: int) -> int:
-    """What the embeddings take, which are the output's as well."""
+    """The bytes of the embeddings, which the output uses too."""
     return vocabulary * HIDDEN * FLOAT32
 
 
@@ -37,11 +38,13 @@ def big_kv_model(
     feed_forward: int = 64,
     vocabulary: int = tiny_model.VOCABULARY,
 ) -> Path:
-    """Write a llama in float32 whose cache takes `bytes_per_token(head_dim, layers)` a token: by default 32 KiB.
+    """Write a llama in float32 whose cache takes `bytes_per_token(head_dim, layers)` a token.
 
-    Its tokens are bytes (tiny_model's), and it says printable ones alone: a text tells its tokens. One served alone is kept in steps of 256 tokens, 8 MiB by default; one out of a
-    batch to the token. `feed_forward` makes the weights large: `weight_bytes(feed_forward, layers)`; so does `vocabulary`,
-    by `vocabulary_bytes(vocabulary)`, and costs next to no time.
+    By default that is 32 KiB. Its tokens are bytes, those of tiny_model, and it says only printable
+    ones, so a text tells its tokens. The cache of a request served alone grows in steps of 256
+    tokens, 8 MiB by default. One that comes out of a batch has exactly its tokens. `feed_forward`
+    makes the weights large, by `weight_bytes(feed_forward, layers)`. So does `vocabulary`, by
+    `vocabulary_bytes(vocabulary)`, which costs almost no time.
     """
     shape = {"num_hidden_layers": layers, "num_attention_heads": 1, "num_key_value_heads": KV_HEADS}
     tiny_model.make(
@@ -67,11 +70,11 @@ def big_kv_model(
         name: mx.ones(shape) if len(shape) == 1 else mx.random.normal(shape) * shape[-1] ** -0.5
         for name, shape in shapes.items()
     }
-    # It looks at few tokens, and at those it makes much of them: else it would say the same for ever, whatever it was told.
+    # It attends to few tokens, and strongly. Otherwise it would repeat one text for every prompt.
     for layer in range(layers):
         weights[f"model.layers.{layer}.self_attn.q_proj.weight"] *= 4
         weights[f"model.layers.{layer}.self_attn.o_proj.weight"] *= 8
-    # A row of zeros has the logit 0, which the best of 94 others is above.
+    # A row of zeros has the logit 0. The best of 94 others is above that.
     said = mx.arange(vocabulary)[:, None] < PRINTABLE
     weights["model.embed_tokens.weight"] = mx.where(said, weights["model.embed_tokens.weight"], 0)
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})

@@ -1,9 +1,10 @@
-"""A tiny llama that misbehaves in its forward pass, as real models have: mlx_lm loads it as the folder's `model_file`.
+"""A tiny llama that misbehaves in its forward pass, like real models have done.
 
-config.json holds {"fault": {"kind": KIND, "trigger": PATH, ...}}: the fault happens once the file PATH exists. `delay`,
-`prefill_delay` and `load_delay` are seconds, and none of them is waited for once the file `hurried` exists; with `once`
-the file holds the kind and is taken away; `count` has each forward add a byte to the file `counted`. Each load adds one
-to the file `loaded`.
+mlx_lm loads it as the folder's `model_file`. config.json holds {"fault": {"kind": KIND, "trigger":
+PATH, ...}}: the fault happens once the file PATH exists. `delay`, `prefill_delay` and `load_delay`
+are seconds. The model waits for none of them once the file `hurried` exists. With `once` the file
+PATH holds the kind, and the model removes it. With `count` each forward pass adds a byte to the
+file `counted`. Each load adds a byte to the file `loaded`.
 """
 
 import ctypes
@@ -15,7 +16,8 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.models import llama
 
-END = 256  # the token of the end of text
+# The token of the end of text.
+END = 256
 
 
 class OwnBaseException(BaseException):
@@ -84,4 +86,5 @@ class Model(llama.Model):
         if delay and not self._hurried:
             time.sleep(delay)
         logits = super().__call__(inputs, *args, **kwargs)
-        return mx.where(mx.arange(logits.shape[-1]) == END, -1e9, logits)  # it never ends by itself
+        # It never ends by itself.
+        return mx.where(mx.arange(logits.shape[-1]) == END, -1e9, logits)

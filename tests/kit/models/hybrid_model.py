@@ -1,4 +1,4 @@
-"""A tiny hybrid model on disk, for servers: linear attention and attention, with the byte-level tokenizer."""
+"""A tiny hybrid model on disk, for servers. It has linear attention and attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from kit.harness import python_of
 from shim.cli import tiny_model
 
-# Run by the line's own interpreter, whose mlx_lm knows the family.
+# The line's own interpreter runs this: its mlx_lm knows the family.
 _SAVE = """
 import json, sys
 import mlx.core as mx
@@ -20,14 +20,16 @@ from kit import families
 config = dict(families.FAMILIES[sys.argv[2]], **json.loads(sys.argv[4]))
 families.FAMILIES[sys.argv[2]] = config
 model = families.build(sys.argv[2])
-mx.save_safetensors(sys.argv[3] + "/model.safetensors", dict(tree_flatten(model.parameters())), {"format": "mlx"})
+weights = dict(tree_flatten(model.parameters()))
+mx.save_safetensors(sys.argv[3] + "/model.safetensors", weights, {"format": "mlx"})
 json.dump(config, open(sys.argv[3] + "/config.json", "w"))
 """
 
 
 def make(line: str, folder: Path, family: str, **config: object) -> Path:
     """Write the family's tiny model into `folder`."""
-    tiny_model.make(folder)  # for the tokenizer
+    # For the tokenizer.
+    tiny_model.make(folder)
     wanted = {
         "model_type": family,
         "vocab_size": tiny_model.VOCABULARY,

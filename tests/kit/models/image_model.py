@@ -1,6 +1,7 @@
-"""A tiny llama that takes images, as a folder's `model_file`: what it says depends on every pixel it is given.
+"""A tiny llama that takes images, as a folder's `model_file`. Its text depends on every pixel.
 
-It stands in for Pillow as well, which mlx_lm does not require: an image is four bytes, of which three are its colour; with "!" behind them it is a large one.
+It also replaces Pillow, which mlx_lm does not require: an image is four bytes, of which three are
+its colour. With "!" as the fourth it is a large one.
 """
 
 import sys
@@ -41,7 +42,7 @@ def read(file):
 
 class Model(llama.Model):
     def make_cache(self):
-        # By now transformers has looked for Pillow: it would want all of it.
+        # Not earlier: transformers looks for Pillow, and would need all of it.
         sys.modules["PIL"] = types.SimpleNamespace(
             Image=types.SimpleNamespace(
                 open=read,

@@ -1,8 +1,9 @@
-"""A tiny llama whose vocabulary is padded beyond its sentencepiece tokenizer's, and which fails on command.
+"""A tiny llama whose vocabulary is padded beyond that of its sentencepiece tokenizer.
 
-mlx_lm loads it as the folder's `model_file`. config.json holds {"fault": {"trigger": PATH}}; while the file PATH exists,
-it says in JSON what fails: {"where": "extract", "nbytes" or "convert", "kind": the exception's name, "from": tokens}, for
-sequences of that many tokens or more.
+It fails on command. mlx_lm loads it as the folder's `model_file`. config.json holds {"fault":
+{"trigger": PATH}}. While the file PATH exists, it says in JSON what fails: {"where": "extract",
+"nbytes" or "convert", "kind": the exception's name, "from": tokens}, for sequences of that many
+tokens or more.
 """
 
 import builtins
@@ -15,7 +16,8 @@ import mlx.core as mx
 from mlx_lm.models import cache, llama
 from transformers import PreTrainedTokenizerFast
 
-ASCII = 128  # tokens: each is a character of its own; 256 is the end of text, and those above it are padding
+# Tokens that are a character each. 256 is the end of text, and the tokens above it are padding.
+ASCII = 128
 trigger = Path("/nonexistent")
 
 
@@ -34,9 +36,8 @@ def misbehave(where, tokens):
 def convert_ids_to_tokens(
     self, ids, *args, stock=PreTrainedTokenizerFast.convert_ids_to_tokens, **kwargs
 ):
-    if not isinstance(
-        ids, int
-    ):  # for top_logprobs: a tokenizer in Python may raise for an id that it does not know
+    # A list comes from top_logprobs. A tokenizer in Python may raise for an unknown id.
+    if not isinstance(ids, int):
         misbehave("convert", float("inf"))
     return stock(self, ids, *args, **kwargs)
 
@@ -75,8 +76,8 @@ class Model(llama.Model):
         return [Kept() for _ in self.layers]
 
     def __call__(self, inputs, *args, **kwargs):
-        time.sleep(0.005)  # long enough for requests to meet
+        # Long enough for requests to meet.
+        time.sleep(0.005)
         logits = super().__call__(inputs, *args, **kwargs)
-        return mx.where(
-            mx.arange(logits.shape[-1]) >= ASCII, -20, logits
-        )  # above that, what a logit_bias asks for
+        # A logit_bias can lift a token above that.
+        return mx.where(mx.arange(logits.shape[-1]) >= ASCII, -20, logits)

@@ -1,4 +1,4 @@
-"""docs/compatibility.md: how tests/bench/releases.py writes it, and how a test reads it again."""
+"""docs/compatibility.md: tests/bench/releases.py writes it with this, and a test reads it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,22 @@ if TYPE_CHECKING:
     from kit.releases import Pair
 
 PAGE = REPO / "docs" / "compatibility.md"
-# The guards by which a server ends instead of staying as a zombie, tells its clients, and can be asked and stopped.
+# With these guards a server ends instead of becoming a zombie, tells its clients, answers /health,
+# and can be stopped.
 HEART = (
-    "generation_death", "endless_wait", "stall", "wrong_status", "untruthful_health", "abrupt_stop", "killer_request",
-    "bad_request", "abandoned_request", "orphaned_process", "frozen_interpreter", "leaking_advance",
-)  # fmt: skip
+    "generation_death",
+    "endless_wait",
+    "stall",
+    "wrong_status",
+    "untruthful_health",
+    "abrupt_stop",
+    "killer_request",
+    "bad_request",
+    "abandoned_request",
+    "orphaned_process",
+    "frozen_interpreter",
+    "leaking_advance",
+)
 CELL = re.compile(r"yes|NO|not affected|not tried \(.+\)")
 _GUARD = re.compile(r"  (\w+) +([a-z]+)(?: \((.*)\))?")
 _INTRO = """\
@@ -29,42 +40,49 @@ Made on {date} by
 
     .venvs/0.32.2/bin/python tests/bench/releases.py
 
-with mlx-lm-shim {version}, in {minutes:.0f} minutes, on {system}. Do not edit it: run that again. Each release ran in an
-environment of its own, with the stock `mlx_lm.server` and a tiny model whose forward pass can be told to misbehave.
-[What is not verified](limits.md) on a Mac is not verified here either.
+with mlx-lm-shim {version}, in {minutes:.0f} minutes, on {system}. Do not edit it: run that again.
+Each release ran in its own environment, with the stock `mlx_lm.server` and a tiny model whose
+forward pass can be told to misbehave. [What is not verified](not-verified.md) on a Mac is not verified
+here either.
 
 ## What was seen
 
-Each scenario ran twice: under the shim, and with `MLX_SHIM=0` as the control. `yes`: stock shows the fault, and the
-shim does what it promises. `NO`: the shim does not do it. `not affected`: stock shows no fault in that release, so
-that nothing is proved of the shim but that it spoils nothing. The rows `stock` and `shim` say what was seen.
+Each scenario ran twice: under the shim, and with `MLX_SHIM=0` as the control. `yes`: stock shows
+the fault, and the shim does what it promises. `NO`: the shim does not do it. `not affected`: stock
+shows no fault in that release, so the run only proves that the shim does no harm. The rows `stock`
+and `shim` say what was seen.
 
-* death: the generation thread raises. The process has to end with 70.
-* clients told: at that death, a stream under way ends with an error event and a request that waits gets 503.
-* stall: the forward pass never returns. The process has to end with 70 once the limit, of 3 s here, is over.
-* health: `/health` is not 200 while the model loads, while nothing is generated (and 200 again after that), and when
-  the generation thread is dead. Under the shim the process is kept from ending for it.
-* SIGTERM drains: the stream under way is finished, and the status is 0.
-* the leak: what 20,000 calls of `ArraysCache.advance` leave behind.
-* empty prompt, stop that is no word, top_k out of range: `{{"prompt": ""}}`, `{{"stop": [1]}}` and a `top_k` above the
-  vocabulary get 400 each, the stream beside them is finished, and the server goes on.
+* death: the generation thread raises. The process must end with 70.
+* clients told: at that death, a running stream ends with an error event and a request that waits
+  gets 503.
+* stall: the forward pass never returns. The process must end with 70 once the limit, 3 s here, is
+  over.
+* health: `/health` is not 200 while the model loads, while nothing is generated (and 200 again
+  after that), and when the generation thread is dead. Under the shim the process is kept from
+  ending for it.
+* SIGTERM drains: the running stream is finished, and the status is 0.
+* the leak: the bytes that 20,000 calls of `ArraysCache.advance` leave behind.
+* empty prompt, stop that is no word, top_k out of range: `{{"prompt": ""}}`, `{{"stop": [1]}}` and
+  a `top_k` above the vocabulary get 400 each, a stream at the same time is finished, and the server
+  goes on.
 """
 _GUARDS = """
 ## Guards of the heart
 
-What `python -m shim doctor` says in each environment, in the words of [how it works](how-it-works.md#guards).
+What `python -m shim doctor` says in each environment, in the words of
+[how it works](how-it-works.md#guards).
 """
 _LOST = """
 ## What is lost where
 
-Guards that do not work there, with the reason they give; and those that are not needed there. All others are at work,
-or off unless they are asked for.
+Guards that do not work there, with the reason they give, and those that are not needed there. All
+others are at work, or off unless a setting asks for them.
 """
 
 
 @dataclass
 class Row:
-    """One release on one Python: versions as its environment tells them, states of its guards, and what was seen there."""
+    """One release on one Python: its versions, the states of its guards, and what was seen."""
 
     pair: Pair
     mlx: str = ""
@@ -83,16 +101,20 @@ class Row:
 def ask_doctor(python: str) -> dict[str, tuple[str, str]]:
     """State and reason of each guard, as the doctor prints them there."""
     child = subprocess.run(
-        [python, "-m", "shim", "doctor"], capture_output=True, text=True, check=False, cwd=REPO,
+        [python, "-m", "shim", "doctor"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=REPO,
         env=clean_environ(PYTHONPATH=str(REPO)),
-    )  # fmt: skip
+    )
     guards = child.stdout.partition("\nguards\n")[2].partition("\n\n")[0]
     found = [match.groups() for match in map(_GUARD.fullmatch, guards.splitlines()) if match]
     return {name: (kind, reason or "") for name, kind, reason in found}
 
 
 def page(rows: list[Row], absent: list[str], version: str, system: str, seconds: float) -> str:
-    """`absent`: what was not run, and why."""
+    """The text of the page. `absent` says what was not run, and why."""
     intro = _INTRO.format(
         date=time.strftime("%Y-%m-%d"), version=version, minutes=max(1, seconds / 60), system=system
     )
@@ -144,7 +166,7 @@ def _line(*cells: str) -> str:
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
-    """Each table of the page as its rows, by the words of its head."""
+    """Each table of the page as a list of rows, each a dictionary by the table's head."""
     found, block = [], []
     for line in [*text.splitlines(), ""]:
         if line.startswith("|"):

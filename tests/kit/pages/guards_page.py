@@ -1,4 +1,4 @@
-"""docs/guards.md, made from the guards themselves: what each says of itself, what asks for it, and its switch."""
+"""Makes docs/guards.md from the guards: what each says of itself, what asks for it, its switch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ ISSUES = {"mlx-lm": "ml-explore/mlx-lm", "mlx": "ml-explore/mlx"}
 
 _HEAD = """# The guards
 
-Made from the guards themselves by `python tests/bench/guards.py`: do not edit it. Each is one file in
-[shim/guards](../shim/guards/__init__.py), named after a defect of the stock server, and has a switch: `MLX_SHIM_<NAME>=0`
-turns it off. [How it works](how-it-works.md#guards) says which states a guard can be in.
+`python tests/bench/guards.py` makes this page from the guards: do not edit it. Each guard is one
+file in [shim/guards](../shim/guards/__init__.py), named after a defect of the stock server, and has
+a switch: `MLX_SHIM_<NAME>=0` turns it off. [How it works](how-it-works.md#guards) says which states
+a guard can be in.
 
 Without the first {heart} there is no promise. They are the heart: {names}.
 
@@ -43,7 +44,7 @@ def _section(name: str) -> str:
         "",
         textwrap.dedent(str(guard.__doc__)).strip(),
         "",
-        f"* Known from: {_linked(guard.UPSTREAM)}",
+        f"* Known from: {_link(guard.UPSTREAM)}",
     ]
     asked_by = [f"`{settings.variable(setting)}`" for setting in settings_of(name)]
     if asked_by:
@@ -65,8 +66,8 @@ def _facts(key: str | tuple[str, ...]) -> str:
     return " nor ".join(f"`{fact}`" for fact in ([key] if isinstance(key, str) else key))
 
 
-def _linked(upstream: str) -> str:
-    """Issue numbers become links."""
+def _link(upstream: str) -> str:
+    """Turn issue numbers into links."""
 
     def link(found: re.Match[str]) -> str:
         repository = ISSUES[found[1]]

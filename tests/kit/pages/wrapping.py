@@ -1,4 +1,7 @@
-"""Who wraps what of stock, and in which order: asked of a child with every guard at work, and written down as a table."""
+"""Makes the table of who wraps what of stock, and in which order.
+
+It asks a child in which every guard is at work.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,18 @@ BEGIN, END = (
     "<!-- end of the order -->\n",
 )
 
-_LISTS = "import json, mlx_lm.server, sys; from shim.core import patch; json.dump(patch.layers, sys.stdout)"
+_LISTS = """\
+import json, mlx_lm.server, sys
+from shim.core import patch
+json.dump(patch.layers, sys.stdout)
+"""
 
 
 def every_setting(folder: Path) -> dict[str, str]:
-    """An environment in which each guard that is off by default is asked for, and asked for little."""
+    """An environment that asks for each guard that is off by default, with mild limits."""
     key = folder / "key"
     key.touch(0o600)
-    key.write_text("a key that nobody knows")
+    key.write_text("a key that no client knows")
     much = (
         "MAX_PROMPT_TOKENS",
         "MAX_TOKENS",
@@ -31,15 +38,21 @@ def every_setting(folder: Path) -> dict[str, str]:
         "RECYCLE_REQUESTS",
     )
     return {f"MLX_SHIM_{name}": "100000" for name in much} | {
-        "MLX_SHIM_API_KEY_FILE": str(key), "MLX_SHIM_ALLOWED_MODELS": "x", "MLX_SHIM_WIRED": "off",
-        "MLX_SHIM_MEMORY_LIMIT": "1G", "MLX_SHIM_CACHE_LIMIT": "1G", "MLX_SHIM_MEMORY_SOFT": "80%",
-        "MLX_SHIM_MEMORY_HARD": "90%", "MLX_SHIM_STATE_DIR": str(folder), "MLX_SHIM_CRASH_LOOP": "1",
+        "MLX_SHIM_API_KEY_FILE": str(key),
+        "MLX_SHIM_ALLOWED_MODELS": "x",
+        "MLX_SHIM_WIRED": "off",
+        "MLX_SHIM_MEMORY_LIMIT": "1G",
+        "MLX_SHIM_CACHE_LIMIT": "1G",
+        "MLX_SHIM_MEMORY_SOFT": "80%",
+        "MLX_SHIM_MEMORY_HARD": "90%",
+        "MLX_SHIM_STATE_DIR": str(folder),
+        "MLX_SHIM_CRASH_LOOP": "1",
         "NOTIFY_SOCKET": str(folder / "none"),
-    }  # fmt: skip
+    }
 
 
 def layers(line: str, folder: Path) -> dict[str, list[str]]:
-    """Function of stock: who has wrapped it, outermost first, each once where it stands twice in a row."""
+    """By function of stock: who has wrapped it, outermost first. Repeats in a row count once."""
     environ = clean_environ(**every_setting(folder), PYTHONPATH=str(REPO))
     answer = subprocess.run(
         [python_of(line), "-c", _LISTS], env=environ, capture_output=True, check=True, text=True
@@ -54,7 +67,7 @@ def layers(line: str, folder: Path) -> dict[str, list[str]]:
 
 
 def table(folder: Path) -> str:
-    """Markdown: each function that more than one wraps, and on which line where they differ."""
+    """The Markdown table of each function with more than one wrapper, by line where they differ."""
     by_line = {line: layers(line, folder) for line in LINES}
     rows = []
     for function in sorted({name for found in by_line.values() for name in found}):
@@ -74,5 +87,5 @@ def table(folder: Path) -> str:
 
 
 def written() -> str:
-    """The table as the page has it."""
+    """The table that the page has."""
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]

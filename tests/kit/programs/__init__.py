@@ -1,1 +1,1 @@
-"""Programs that a test starts in a process of its own."""
+"""Programs that a test starts as a child process."""

@@ -1,4 +1,7 @@
-"""Runs the stock server and says on stderr, in a line each, what looks at memory ("LOOK thread") and what is started ("START")."""
+"""Runs the stock server and writes a line to stderr for each event.
+
+"LOOK thread": that thread looks at memory. "START event": a process is started.
+"""
 
 import sys
 import threading
@@ -9,12 +12,12 @@ import mlx_lm.server
 usage = memory.usage
 
 
-def looked(mx):
+def look(mx):
     sys.stderr.write(f"LOOK {threading.current_thread().name}\n")
     return usage(mx)
 
 
-def audited(event, _):
+def audit(event, _):
     if event in (
         "subprocess.Popen",
         "os.fork",
@@ -26,6 +29,6 @@ def audited(event, _):
         sys.stderr.write(f"START {event}\n")
 
 
-memory.usage = looked
-sys.addaudithook(audited)
+memory.usage = look
+sys.addaudithook(audit)
 mlx_lm.server.main()

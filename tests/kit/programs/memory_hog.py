@@ -1,6 +1,7 @@
-"""Runs the stock server beside something that takes memory: as many bytes as a file says, as long as the file is there.
+"""Runs the stock server, and takes as many bytes as a file says, as long as the file exists.
 
-`memory_hog.py FILE GRACE ARGUMENTS`: GRACE is in seconds, how long exhausted_memory waits before it has the process replaced.
+`memory_hog.py FILE GRACE ARGUMENTS`: exhausted_memory waits GRACE seconds before it has the process
+replaced.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import mlx_lm.server
 
 trigger, grace = pathlib.Path(sys.argv.pop(1)), float(sys.argv.pop(1))
 for name, module in sys.modules.items():
-    if name.endswith(".guards.exhausted_memory"):
+    if name.endswith(".guards.exhausted_memory.limit"):
         module.GRACE = grace
 
 

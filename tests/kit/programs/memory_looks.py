@@ -1,10 +1,12 @@
-"""What a look at memory costs: `memory_looks.py` prints its figures as JSON, in a process whose heap is full of holes.
+"""Measures what a look at memory costs, in a process whose heap is full of holes.
 
-below, above: processor time of a look, in seconds, on the average, below soft and above it
-looks: seconds by the clock, each, beside a product of MLX in another thread
-took: how long that took
-started: processes started by all of that
-heard: whether one that is started for the purpose is noticed
+It prints the figures as JSON:
+
+below, above: average processor time of a look, in seconds, below soft and above it
+looks: seconds by the clock for each look, while another thread computes a product with MLX
+took: seconds of that product
+started: processes started during all of that
+heard: whether a process that is started as a control is noticed
 """
 
 import json
@@ -37,7 +39,7 @@ sys.addaudithook(lambda event, _: started.append(event) if event in STARTS else 
 
 
 def guard_of(soft):
-    """With its model up, and looking each time it is called."""
+    """A guard whose model is up, as a function that looks at each call."""
     guard = _Guard(mx, soft, 0)
     guard._begun = True
 
@@ -57,7 +59,7 @@ def cost(look):
 
 
 def fill():
-    """Some 60 MB in use with 10,000 holes in them: what malloc has to go through where it is to give back."""
+    """Take about 60 MB with 10,000 holes, which malloc must go through to give memory back."""
     held = [bytes(2000 + n % 3000) for n in range(20_000)]
     del held[::2]
     return held, [{n: str(n)} for n in range(100_000)]
@@ -66,11 +68,13 @@ def fill():
 def beside_a_product():
     a = mx.random.normal((600, 600)) / 25
     tries = []
-    for _ in range(4):  # the first is slower
+    # The first try is slower.
+    for _ in range(4):
         begun = time.monotonic()
         mx.eval(a @ a @ a @ a)
         tries.append((time.monotonic() - begun) / 3)
-    times = int(3 / min(tries))  # three seconds of it, and more on a busy machine
+    # Three seconds of work, and more on a busy machine.
+    times = int(3 / min(tries))
     took = []
 
     def compute():
@@ -95,7 +99,8 @@ def beside_a_product():
 
 if __name__ == "__main__":
     report.line = lambda text: None
-    kept = fill()  # until all is measured
+    # Held until the end.
+    kept = fill()
     figures = {"below": cost(guard_of(100 * GIB)), "above": cost(guard_of(1))} | beside_a_product()
     figures["started"] = list(started)
     subprocess.run([sys.executable, "-c", ""], check=True)

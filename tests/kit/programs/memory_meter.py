@@ -1,11 +1,12 @@
-"""Runs the stock server and says on stderr, in lines "METER {json}", what memory it holds at what moment.
+"""Runs the stock server and writes its memory to stderr, in lines "METER {json}".
 
 at "insert": after an insertion into the prompt cache
-at "turn": where the generation loop asks for a request, unless nothing has changed since the last time
+at "turn": the generation loop asks for a request, and something has changed since the last time
 at "load": right before a model is loaded
 at "loaded": right after
 
-entries, counted: of the prompt cache, and their bytes as it counts them; batch: the bytes of the batch, as it does
+entries, counted: entries of the prompt cache, and their bytes by its own count
+batch: bytes of the batch, by its own count
 memory, pool: MLX's active memory and its pool of buffers, in bytes
 """
 
@@ -39,12 +40,13 @@ def load(*args, stock=mlx_lm.utils.load, **kwargs):
     return loaded
 
 
-mlx_lm.utils.load = load  # beneath whatever wraps the server's own name for it
+# Before the server imports the name: any wrapper of that comes on top of this one.
+mlx_lm.utils.load = load
 from mlx_lm import server  # noqa: E402
 
 
-def metered(owner, name, note=None, at=None):
-    """What wraps it already is measured with it."""
+def meter(owner, name, note=None, at=None):
+    """Call `note` or `say` after each call of a method, including the wrappers that it has now."""
     stock = getattr(owner, name)
 
     def call(self, *args, **kwargs):
@@ -59,9 +61,9 @@ def metered(owner, name, note=None, at=None):
 
 
 if __name__ == "__main__":
-    metered(server.LRUPromptCache, "__init__", caches.append)
-    metered(server.LRUPromptCache, "insert_cache", at="insert")
-    metered(server.BatchGenerator, "__init__", batches.append)
-    metered(server.BatchGenerator, "close", batches.remove)
-    metered(server.ResponseGenerator, "_next_request", at="turn")
+    meter(server.LRUPromptCache, "__init__", caches.append)
+    meter(server.LRUPromptCache, "insert_cache", at="insert")
+    meter(server.BatchGenerator, "__init__", batches.append)
+    meter(server.BatchGenerator, "close", batches.remove)
+    meter(server.ResponseGenerator, "_next_request", at="turn")
     server.main()

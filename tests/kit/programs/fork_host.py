@@ -2,22 +2,28 @@
 
 The interpreter of a line runs it. A line of stdin is a command in JSON:
 
-    {"id": ..., "path": [...], "environ": {...}, "args": [...], "log": ...}    start mlx_lm.server as a child
-    {"kill": PID}                                                              end a child with SIGKILL
+    {"id": ..., "file": ..., "environ": {...}, "args": [...], "cwd": ..., "log": ..., "bytecode": ...}
+        start `python FILE ARGS` as a child, or where "file" is null `python -m mlx_lm ARGS`; "bytecode" says whether it
+        may write .pyc files
+    {"kill": PID}
+        end a child and its process group with SIGKILL
 
-and a line of stdout is an answer: {"id": ..., "pid": ...}, and {"pid": ..., "status": ...} when a child has ended. The
-child goes on as Python does with PYTHONPATH=path: it imports sitecustomize from there, then runs `-m mlx_lm server`.
-With the end of stdin all children are ended.
+A line of stdout is an answer: {"id": ..., "pid": ...}, and {"pid": ..., "status": ...} when a child has ended. The
+child goes on as Python does: it puts PYTHONPATH on sys.path, imports sitecustomize, then runs the module. At the end of
+stdin all children are ended.
 """
 
+import builtins
 import gc
 import importlib
 import json
 import os
+import pathlib
 import runpy
 import select
 import signal
 import sys
+import types
 
 LOOK = 0.05  # seconds between two looks for children that have ended
 
@@ -73,7 +79,10 @@ def serve():
 
 def end(children):
     for pid in children:
-        os.kill(pid, signal.SIGKILL)
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has not made its group yet
+            os.kill(pid, signal.SIGKILL)
 
 
 def has_ended(pid):
@@ -92,20 +101,39 @@ def become(command):
         os.dup2(old, new)
     os.close(log)
     os.close(nothing)
-    sys.stdout.reconfigure(write_through=True)
+    os.chdir(command["cwd"])
+    for stream in (sys.stdout, sys.stderr):  # PYTHONUNBUFFERED
+        stream.reconfigure(write_through=True)
     os.environ.clear()
     os.environ.update(command["environ"])
-    sys.path[:0] = command["path"]
-    sys.argv = ["-m", *command["args"]]
-    sys.dont_write_bytecode = True
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    program = [command["file"]] if command["file"] else ["-m", "mlx_lm"]
+    sys.argv = [program[0], *command["args"]]
+    sys.orig_argv = [sys.executable, *program, *command["args"]]
+    sys.dont_write_bytecode = not command["bytecode"]
+    importlib.invalidate_caches()
     try:
         import sitecustomize  # noqa: F401
     except ImportError:
         pass
+    # As Python does, once site has run.
+    file = command["file"]
+    sys.path.insert(0, str(pathlib.Path(file).parent) if file else command["cwd"])
+
+
+def run(file):
+    """As `python FILE` does: in a module of its own that is __main__."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __file__=file, __cached__=None, __annotations__={})
+    exec(compile(pathlib.Path(file).read_bytes(), file, "exec"), main.__dict__)
 
 
 del sys.path[0]  # the folder of this file
 warm()
 say(ready=True)
-become(serve())
-runpy.run_module("mlx_lm", run_name="__main__", alter_sys=True)
+started = serve()
+become(started)
+if started["file"]:
+    run(started["file"])
+else:
+    runpy.run_module("mlx_lm", run_name="__main__", alter_sys=True)
