@@ -126,7 +126,7 @@ class OwnRequest:
 
 
 def _told(raised: Exception) -> Answer:
-    """Return the answer for an error in the handler: none, if stock raised it; else raise Unmade."""
+    """Return the answer for an error in the handler: status 0 if stock raised it, else Unmade."""
     trace = raised.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -191,14 +191,13 @@ class _Check:
             return
         if alone.status != OK:
             raise Failed(_blamed(self._arguments, chat.message))
-        elif getattr(self._arguments, "chat_template", None):
+        if getattr(self._arguments, "chat_template", None):
             raise Failed(f"--chat-template: {chat.message}")
-        elif getattr(self._arguments, "chat_template_args", None):
+        if getattr(self._arguments, "chat_template_args", None):
             raise Failed(f"--chat-template-args: {chat.message}")
-        elif "TemplateSyntaxError" in chat.message:
+        if "TemplateSyntaxError" in chat.message:
             raise Failed(f"--model {engine.model_name}, its chat template: {chat.message}")
-        else:
-            report.line(f"a short chat fails, and a plain text is answered: {chat.message}")
+        report.line(f"a short chat fails, and a plain text is answered: {chat.message}")
 
     def _answer(self, own: OwnRequest) -> Answer:
         self._own = own

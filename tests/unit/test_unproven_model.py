@@ -6,6 +6,9 @@ import types
 
 import pytest
 
+from shim.core import report
+from shim.engine import fatal
+from shim.engine.own_request import Answer
 from shim.guards import unproven_model
 
 
@@ -30,3 +33,13 @@ def line(**given):
 )
 def test_an_error_is_laid_to_an_option(given, what, option):
     assert unproven_model._blamed(line(**given), what) == f"{option} {what}"
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_refusal_is_said_unless_the_process_ends_anyway(ends, monkeypatch):
+    said = []
+    monkeypatch.setattr(report, "line", said.append)
+    monkeypatch.setattr(fatal, "begun", lambda: ends)
+    assert unproven_model._is_refused(Answer(503, "engine_dead", "why"))
+    assert said == ([] if ends else ["the self-check was refused, and proves nothing: why"])
+    assert not unproven_model._is_refused(Answer(400, "invalid_value", "why"))
