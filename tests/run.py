@@ -1,9 +1,13 @@
-"""Makes what the tests need, once, and runs them: python3 tests/run.py [--quick | arguments of pytest].
+"""Makes what the tests need, once, and runs them.
 
---quick is for the loop of daily work: the unit tests, and of each guard a test and a control, on the newest line.
+    python3 tests/run.py [--quick | arguments of pytest]
 
-One virtual environment for each release of mlx-lm, in .venvs/, remade when what goes into it changes. The newest one
-also holds the test tools and runs them. Nothing here needs more than Python 3.11 and a package index.
+--quick is for daily work. It runs the unit tests, and a test and a control of each guard, on the
+newest line.
+
+Each release of mlx-lm has a virtual environment in .venvs/, which is made again when its contents
+change. The newest one also holds the test tools and runs them. Nothing here needs more than Python
+3.11 and a package index.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ def requirements(line: str) -> list[str]:
 
 
 def prepare() -> Path:
-    """Every environment; returns the Python that runs the tests."""
+    """Make every environment; return the Python that runs the tests."""
     for line in LINES:
         make_environment(VENVS / line, requirements(line))
     python = VENVS / NEWEST / "bin" / "python"
@@ -65,7 +69,8 @@ def main() -> int:
             break
         print("$", *check, flush=True)
         subprocess.run([python, "-m", *check], cwd=REPO, env=environ, check=True)
-    # More at a time than there are cores: most of a test is waiting for a server, or for a fault that must not show itself.
+    # More at a time than there are cores. Most of a test waits for a server, or for a fault that
+    # must not appear.
     arguments = ["-n", "4", "--dist", "loadgroup", "--durations=15", *given] if whole else given
     return subprocess.run(
         [python, "-m", "pytest", *arguments], cwd=REPO, env=environ, check=False

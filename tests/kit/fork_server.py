@@ -1,7 +1,8 @@
-"""Starts stock servers as children of a fork server, which has imported what takes a start most of its time.
+"""Starts stock servers as children of a fork server, so that a start takes less processor time.
 
-Nothing of mlx_lm, mlx, wrapt or the shim is imported there, only what mlx_lm imports of others: a start costs a quarter
-of the processor time. The program that forks is tests/kit/programs/fork_host.py.
+The fork server has imported the other packages that mlx_lm imports, but not mlx_lm, mlx, wrapt or
+the shim. A start then costs a quarter of the processor time. The program that forks is
+tests/kit/programs/fork_host.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 HOST = Path(__file__).parent / "programs" / "fork_host.py"
-ANSWERS_WITHIN = 120.0  # seconds, on a busy machine
+# In seconds, on a busy machine.
+ANSWERS_WITHIN = 120.0
 
 
 class ForkServer:
@@ -27,7 +29,8 @@ class ForkServer:
 
     def __init__(self, python: str, environ: dict[str, str]) -> None:
         self._forked: dict[int, queue.Queue[Child]] = {}
-        self._running: dict[int, queue.Queue[int]] = {}  # used by the thread that reads alone
+        # Only the thread that reads uses it.
+        self._running: dict[int, queue.Queue[int]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         # Open as long as the fork server runs.
@@ -64,7 +67,7 @@ class ForkServer:
         log: Path,
         bytecode: bool = True,
     ) -> Child:
-        """Run `python FILE ARGS`, else `python -m mlx_lm ARGS`, with its output appended to `log`."""
+        """Run `python FILE ARGS`, else `python -m mlx_lm ARGS`; append its output to `log`."""
         number = next(self._numbers)
         forked = self._forked[number] = queue.Queue()
         self._send(
@@ -79,7 +82,10 @@ class ForkServer:
         return forked.get(timeout=ANSWERS_WITHIN)
 
     def kill(self, pid: int) -> None:
-        """End a child and its group. The fork server knows whether the number is still the child's."""
+        """End a child and its group.
+
+        The fork server knows whether the number still belongs to the child.
+        """
         self._send(kill=pid)
 
     def _send(self, **command: Any) -> None:

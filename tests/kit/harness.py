@@ -24,21 +24,21 @@ from kit.fork_server import Child, ForkServer
 
 REPO = Path(__file__).resolve().parents[2]
 VENVS = Path(os.environ.get("MLX_LM_SHIM_TEST_VENVS", REPO / ".venvs"))
-LINES = (
-    "0.31.3",
-    "0.32.2",
-)  # the two lines of mlx-lm in use; tests/run.py makes an environment for each
+# The two lines of mlx-lm in use. tests/run.py makes an environment for each.
+LINES = ("0.31.3", "0.32.2")
 NEWEST = LINES[-1]
 
-# Generous: what a start or an answer may take on a busy two-core machine. A bound, not a measurement.
+# Seconds that a start or an answer may take on a busy two-core machine: a generous bound, not a
+# measurement.
 START = 120.0
 ANSWER = 90.0
 
 
-# Of the generation thread, where the guards that refuse it are off: the fixture `killable`.
+# This request kills the generation thread where the guards that refuse it are off: the fixture
+# `killable`.
 KILLER = {"prompt": "x", "stop": [1]}
-# What else every server of a test finds in its environment. No test waits for the deaths in another.
-# No test waits for a self-check that it is not about.
+# Every server of a test has this in its environment too. So no test waits because a server died in
+# another test, nor for a self-check that it does not show.
 always: dict[str, str] = {"MLX_SHIM_CRASH_LOOP": "0", "MLX_SHIM_SELF_CHECK": "0"}
 
 
@@ -54,7 +54,10 @@ def python_of(line: str) -> str:
 
 
 def clean_environ(**more: str | None) -> dict[str, str]:
-    """The environment without PYTHONPATH and MLX_SHIM*, offline, plus `more`; None removes a name."""
+    """The environment without PYTHONPATH and MLX_SHIM*, offline, plus `more`.
+
+    None removes a name.
+    """
     environ = {
         k: v
         for k, v in os.environ.items()
@@ -69,7 +72,10 @@ def clean_environ(**more: str | None) -> dict[str, str]:
 
 
 def need(program: str) -> str:
-    """The path of a program that Debian has; where it is missing, the test is skipped with its name (and fails in .ci/run)."""
+    """The path of a program that Debian has.
+
+    Where it is missing, the test is skipped with its name, and fails in .ci/run.
+    """
     path = shutil.which(program)
     if path is None and os.environ.get("MLX_LM_SHIM_TEST_NO_SKIP"):
         pytest.fail(f"{program} is not installed")
@@ -93,7 +99,10 @@ def run_program(
 
 
 def free_port() -> int:
-    """One that stays free until the server binds it: no other worker is given it, nor has a client's connection it."""
+    """A port that stays free until the server binds it.
+
+    No other worker and no client's connection gets it.
+    """
     for port in _PORTS:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
@@ -101,10 +110,14 @@ def free_port() -> int:
 
 
 def _own_ports() -> Iterator[int]:
-    """Of this worker, again and again, below what systems give to connections (Linux from 32768, macOS from 49152)."""
+    """The ports of this worker, again and again.
+
+    They are below those that systems give to connections (Linux from 32768, macOS from 49152).
+    """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     first, count = 10_000 + worker % 10 * 2_000, 2_000
-    for n in itertools.count(secrets.randbelow(count)):  # two runs on one machine seldom meet
+    # Two runs on one machine seldom meet.
+    for n in itertools.count(secrets.randbelow(count)):
         yield first + n % count
 
 
@@ -113,7 +126,7 @@ _PORTS = _own_ports()
 
 @contextlib.contextmanager
 def taken_port() -> Iterator[int]:
-    """A port on which somebody else listens."""
+    """A port on which another program listens."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
@@ -129,7 +142,8 @@ def wait_until(true: Any, timeout: float, step: float = 0.05) -> bool:
     return bool(true())
 
 
-# Whether a server that asks for nothing special is the child of a fork server: tests/conftest.py says so.
+# Whether a server that asks for nothing special is the child of a fork server. tests/conftest.py
+# sets it.
 forking = False
 _fork_servers: dict[str, ForkServer] = {}
 _MODULE = ("-m", "mlx_lm", "server")
@@ -150,12 +164,14 @@ def close_fork_servers() -> None:
 class Server:
     """The stock server in a child process, under the shim unless `environ` says MLX_SHIM="0".
 
-    `entry` is what follows the line's interpreter, or a command of its own; the server's arguments are appended. A
-    server started as `-m mlx_lm server`, or by a file, is the child of a fork server where nothing that it is given needs
-    an interpreter of its own; `fresh=True` asks for one, for tests of how a start goes or what a process takes.
+    `entry` follows the line's interpreter, or is a command of its own; the server's arguments are
+    appended. A server started as `-m mlx_lm server`, or by a file, is the child of a fork server,
+    unless something that it is given needs an interpreter of its own. `fresh=True` asks for such an
+    interpreter, for tests of how a start goes or how much a process takes.
     """
 
-    headers: Mapping[str, str] = MappingProxyType({})  # sent with every request
+    # Sent with every request.
+    headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -277,7 +293,10 @@ class Server:
     def post(
         self, body: Any, path: str = "/v1/completions", timeout: float = ANSWER
     ) -> tuple[int, Any]:
-        """(status, parsed body or text). OSError or http.client.HTTPException where no whole answer came."""
+        """(status, parsed body or text).
+
+        Raises OSError or http.client.HTTPException where no whole answer came.
+        """
         connection = self.connect(timeout)
         try:
             raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -307,16 +326,22 @@ class Server:
             return answer.status, text
 
     def send_and_leave(self, body: Any, path: str = "/v1/completions") -> socket.socket:
-        """Send a request and return its socket, without waiting for the answer; it stays open with the server object."""
+        """Send a request and return its socket, without waiting for the answer.
+
+        The socket stays open as long as the server object.
+        """
         raw = json.dumps(body).encode()
         s = socket.create_connection(("127.0.0.1", self.port), timeout=ANSWER)
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(raw)}\r\n\r\n"
+        )
         s.sendall(head.encode() + raw)
         self.sockets.append(s)
         return s
 
     def is_zombie(self, patience: float = 4.0) -> bool:
-        """Alive, and answering no completion: what the guards are against."""
+        """Whether it is alive and answers no completion. The guards exist to prevent this."""
         time.sleep(1)
         try:
             status, _ = self.post({"prompt": "x", "max_tokens": 1}, timeout=patience)
@@ -326,7 +351,10 @@ class Server:
 
 
 class Kept(Server):
-    """The server as the child of a supervisor, `command`: it may die and come back, on the same port."""
+    """The server as the child of a supervisor, `command`.
+
+    It may die and come back, on the same port.
+    """
 
     def __init__(self, line: str, port: int, log: Path, command: list[str]) -> None:
         self.sockets = []
@@ -355,6 +383,6 @@ class Kept(Server):
 
 
 def expect_zombie(server: Server, patience: float = 4.0) -> None:
-    """The negative control: raise Inconclusive unless the stock fault is there to be seen."""
+    """The negative control: raise Inconclusive unless the fault of stock appears."""
     if not server.is_zombie(patience):
         raise Inconclusive(f"no zombie: alive={server.alive}; its log:\n{server.text()[-3000:]}")

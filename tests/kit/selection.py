@@ -32,9 +32,10 @@ def is_of_an_older_release(item: Any) -> bool:
 
 
 def quick(items: Iterable[Any]) -> list[Any]:
-    """Those for the loop of daily work: the unit tests, and of each guard a test and a control, on the newest line.
+    """The tests for daily work: the unit tests, and a test and a control of each guard.
 
-    Tests marked `slow` are left out, and so are guards that only older releases need.
+    They run on the newest line. Tests marked `slow` are left out, and so are guards that only older
+    releases need.
     """
     items = [item for item in items if not is_of_an_older_release(item)]
     candidates = [
@@ -49,10 +50,11 @@ def quick(items: Iterable[Any]) -> list[Any]:
 
 
 def spread_the_busy(items: list[Any]) -> list[Any]:
-    """Those that compute all the time among those that mostly wait, so that the cores are busy throughout."""
+    """Mix the tests that always compute with those that mostly wait, to keep all cores busy."""
     busy = [item for item in items if item.path.stem == "test_hybrid_families"]
     others = [item for item in items if item not in busy]
-    started = sum(map(is_process, others))  # the tests that start servers come first
+    # The tests that start servers come first.
+    started = sum(map(is_process, others))
     step = max(1, started // (len(busy) + 1))
     for n, item in enumerate(busy):
         others.insert(n * (step + 1), item)

@@ -1,4 +1,4 @@
-"""A client that goes away, at whatever stage: its generation is stopped within two seconds. Stock computes on."""
+"""A client goes away, at any stage: its generation stops within two seconds. Stock computes on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from kit.streams import Stream
 
 LONG = {"prompt": "x", "max_tokens": 100_000}
 OFF = {"MLX_SHIM_ABANDONED_REQUEST": "0"}
-BOUND = 10.0  # what is promised is two seconds; this is for a busy machine, and printed
+# Seconds. The docs promise two; this is for a busy machine. The tests print the time taken.
+BOUND = 10.0
 
 
 def forwards(model):
-    """How often the model was asked so far: what a GPU would have done."""
+    """How often the model was asked so far: the work that a GPU would have done."""
     return model.counted.stat().st_size if model.counted.exists() else 0
 
 
@@ -37,7 +38,8 @@ def leave_at(stage, server):
         s = server.send_and_leave({**LONG, "stream": stage.endswith(", streamed")})
     elif stage == "alone in the loop":
         s = server.send_and_leave({**LONG, "seed": 1})
-    else:  # a prompt of many prefill steps, alone in the loop: stock looks at nothing until it is done
+    else:
+        # A prompt of many prefill steps, alone in the loop: stock notices nothing meanwhile.
         s = server.send_and_leave(
             {"prompt": "y" * 4000, "max_tokens": 100_000, "seed": 1, "stream": "streamed" in stage}
         )
@@ -160,7 +162,8 @@ def test_two_hundred_clients_that_leave_at_random(line, slow, tmp_path):
         left = time.monotonic()
         assert wait_until(lambda: idle(slow), 3 * BOUND)
         print(
-            f"{line}: {time.monotonic() - left - 0.6:.1f} s from the last of 200 clients to an idle engine"
+            f"{line}: {time.monotonic() - left - 0.6:.1f} s "
+            "from the last of 200 clients to an idle engine"
         )
         assert wait_until(lambda: server.get("/health")[1]["in_flight"] == 0, BOUND)
         assert server.post({"prompt": "z", "max_tokens": 2})[0] == 200

@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT let those in flight finish, tell the rest, and end with 0; a second one does not wait."""
+"""SIGTERM and SIGINT: requests in flight finish, other clients are told, the status is 0.
+
+A second signal does not wait.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,29 @@ from kit.harness import NEWEST, Inconclusive, Server, wait_until
 from kit.streams import Stream
 
 OFF = {"MLX_SHIM_ABRUPT_STOP": "0"}
-LONG = 100_000  # tokens: more than any test waits for
-SOON = 5.0  # seconds; it takes a fraction of one
-HALF = 0.5  # second, which the docs promise of an idle server
-PATIENT = {"MLX_SHIM_EXIT_GRACE": "10s"}  # whoever is to be told is; it ends as soon as they are
-# The stock server, with something in shim/engine/drain.py set to what suits a test on a busy machine.
+# Tokens: more than any test waits for.
+LONG = 100_000
+# Seconds. It takes a fraction of one.
+SOON = 5.0
+# The docs promise half a second for an idle server.
+HALF = 0.5
+# Long enough to tell every client. The process ends as soon as that is done.
+PATIENT = {"MLX_SHIM_EXIT_GRACE": "10s"}
+# The stock server, with one name in shim/engine/drain.py set to a value that suits a test on a busy
+# machine.
 WITH_DRAIN = """
 import sys
 from mlx_lm.server import main
-next(module for name, module in sys.modules.items() if name.endswith("shim.engine.drain")).{name} = {value}
+modules = sys.modules.items()
+next(m for name, m in modules if name.endswith("shim.engine.drain")).{name} = {value}
 main()
 """
 
 
 def start(server, count, **body):
     streams = []
-    for n in range(count):  # the stock server listens with a backlog of five
+    # The stock server listens with a backlog of five.
+    for n in range(count):
         streams.append(Stream(server, {"prompt": f"stream {n}", **body}))
         time.sleep(0.03)
     assert all(s.first.wait(60) for s in streams)
@@ -53,7 +63,7 @@ def last_line(server):
 
 
 def told(stream):
-    """The code of the error a stream ended with: its last event, or, before its first, its body."""
+    """The code of the error that ended a stream: in its last event, else in its body."""
     assert not stream.join().done
     return json.loads(stream.lines[-1 if stream.status != 200 else -2].removeprefix("data: "))[
         "error"
@@ -117,7 +127,8 @@ def test_a_drain_too_short_for_them(line, faulty, tmp_path):
 @pytest.mark.guard("abrupt_stop")
 def test_one_that_is_served_alone_and_a_second_signal(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.03)
-    entry = with_drain(tmp_path, "HURRIED_GRACE", 10.0)  # as PATIENT, where it does not wait
+    # As PATIENT, for an end that does not wait.
+    entry = with_drain(tmp_path, "HURRIED_GRACE", 10.0)
     with Server(line, model.path, tmp_path / "log", args=model.args, entry=entry) as server:
         (stream,) = start(server.ready(), 1, max_tokens=LONG, seed=1)
         ask(server, signal.SIGINT)
@@ -133,9 +144,13 @@ def test_one_that_is_served_alone_and_a_second_signal(line, faulty, tmp_path):
 
 @pytest.mark.guard("abrupt_stop")
 def test_a_signal_that_comes_twice_at_once_is_one(faulty, tmp_path):
-    """As from `timeout`, which signals its child and then the group. The first has been taken up when the second comes."""
+    """As from `timeout`, which signals its child and then the group.
+
+    The server has noticed the first when the second comes.
+    """
     model = faulty(kind="none", delay=0.02)
-    entry = with_drain(tmp_path, "ECHO_WINDOW", 60.0)  # the test may be slow to send it
+    # The test may be slow to send it.
+    entry = with_drain(tmp_path, "ECHO_WINDOW", 60.0)
     with Server(NEWEST, model.path, tmp_path / "log", args=model.args, entry=entry) as server:
         (stream,) = start(server.ready(), 1, max_tokens=300)
         ask(server, signal.SIGTERM)
@@ -163,7 +178,7 @@ def test_served_alone_without_a_drain(faulty, tmp_path):
         assert "SIGTERM; in flight: 0 finished, 1 cut short" in last_line(server)
 
 
-# Says which of its ends a program comes to: that of the generation thread, of main, and of the interpreter.
+# Notes which ends a program reaches: of the generation thread, of main, and of the interpreter.
 TELLING = """
 import atexit
 from mlx_lm import server
@@ -193,7 +208,10 @@ def ends_of(folder, server, number):
 
 @pytest.mark.guard("abrupt_stop")
 def test_an_idle_server_ends_at_once_and_in_order(line, tiny, tmp_path):
-    """The generation thread leaves its loop, and nothing of the interpreter's teardown follows. A busy machine is asked again."""
+    """The generation thread leaves its loop, and the interpreter's teardown does not run.
+
+    On a busy machine the test tries again.
+    """
     program = tmp_path / "program.py"
     program.write_text(TELLING)
     took = []
@@ -270,7 +288,10 @@ def test_a_handler_of_the_program_is_the_programs(tiny, tmp_path):
 @pytest.mark.control("orphaned_process")
 @pytest.mark.parametrize("guard", ["on", "off"])
 def test_a_handler_of_the_program_that_exits(guard, tiny, tmp_path):
-    """Its SystemExit(0) ends main alone: stock waits for the generation thread for ever. Asked to end, it has not died."""
+    """Its SystemExit(0) ends main alone, and stock never stops waiting for the generation thread.
+
+    That thread was asked to end: it has not died.
+    """
     program = tmp_path / "program.py"
     program.write_text(
         "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
@@ -293,7 +314,7 @@ def test_a_handler_of_the_program_that_exits(guard, tiny, tmp_path):
 
 @pytest.mark.guard("abrupt_stop")
 def test_a_body_that_is_on_its_way_is_served(faulty, tmp_path):
-    """Its headers were in before the signal: it counts as in flight from its last byte on, beside another."""
+    """Its headers came before the signal: once whole it is in flight, together with another."""
     model = faulty(kind="none", delay=0.02)
     with Server(NEWEST, model.path, tmp_path / "log", args=model.args) as server:
         (stream,) = start(server.ready(), 1, max_tokens=400)

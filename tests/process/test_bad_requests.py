@@ -1,4 +1,4 @@
-"""One request can hurt only itself: what is wrong is told, and four normal streams beside it do not notice."""
+"""A bad request hurts only itself: it is told what is wrong, and four other streams go on."""
 
 from __future__ import annotations
 
@@ -54,12 +54,29 @@ def test_each_is_told_and_hurts_nobody(line, faulty, tmp_path):
 
 # One of each kind; docs/bad-requests.md has what stock does with each of the cases.
 KINDS = [
-    *((NEW[0], name) for name in (
-        "empty prompt", "list of prompts", "top_k above the vocabulary", "xtc_threshold 0.9", "stop holds a number",
-        "logit_bias beyond the vocabulary", "repetition_context_size 2**40", "min_p NaN",
-    )),
-    *((OLD[0], name) for name in ("empty prompt", "top_k above the vocabulary", "stop is a number", "presence_context_size 2**80")),
-]  # fmt: skip
+    *(
+        (NEW[0], name)
+        for name in (
+            "empty prompt",
+            "list of prompts",
+            "top_k above the vocabulary",
+            "xtc_threshold 0.9",
+            "stop holds a number",
+            "logit_bias beyond the vocabulary",
+            "repetition_context_size 2**40",
+            "min_p NaN",
+        )
+    ),
+    *(
+        (OLD[0], name)
+        for name in (
+            "empty prompt",
+            "top_k above the vocabulary",
+            "stop is a number",
+            "presence_context_size 2**80",
+        )
+    ),
+]
 
 
 @pytest.mark.control("bad_request", "killer_request")
@@ -95,13 +112,21 @@ def test_what_a_request_is_refused_for_names_what_was_given_and_what_is_accepted
     with Server(NEWEST, tiny, tmp_path / "log") as server:
         server.ready()
         told = {
-            "top_k is 257; accepted: 0 to 256, the model's tokens less one": {"temperature": 1.0, "top_k": 257},
+            "top_k is 257; accepted: 0 to 256, the model's tokens less one": {
+                "temperature": 1.0,
+                "top_k": 257,
+            },
             "logit_bias has the token id 257; accepted: 0 to 256": {"logit_bias": {"257": 1}},
             "xtc_threshold is 0.9; accepted: 0 to 0.5": {
-                "temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.9
+                "temperature": 1.0,
+                "xtc_probability": 0.5,
+                "xtc_threshold": 0.9,
             },
-            'seed is the string "1"; accepted: a whole number from 0 to 18446744073709551615, or null': {"seed": "1"},
-        }  # fmt: skip
+            (
+                'seed is the string "1"; '
+                "accepted: a whole number from 0 to 18446744073709551615, or null"
+            ): {"seed": "1"},
+        }
         for message, fields in told.items():
             assert server.post({"prompt": message, **fields})[1]["error"]["message"] == message
         # At temperature 0 stock looks at none of them, and what it serves is served.
@@ -110,11 +135,19 @@ def test_what_a_request_is_refused_for_names_what_was_given_and_what_is_accepted
 
 
 SAMPLED = [
-    {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "min_p": 0.05},
-    {"temperature": 1.0, "top_k": 5}, {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1},
-    {"logit_bias": {"65": 5.0}, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1},
+    {
+        "logit_bias": {"65": 5.0},
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+    },
     {"stop": ["a", "\x01"], "logprobs": True, "top_logprobs": 3},
-]  # fmt: skip
+]
 
 
 @pytest.mark.guard("bad_request", "killer_request")
@@ -123,9 +156,8 @@ def test_what_is_accepted_keeps_its_tokens(line, tiny, tmp_path):
     for environ in ({"MLX_SHIM": "0"}, {}):
         with Server(line, tiny, tmp_path / "log", environ=environ) as server:
             server.ready()
-            wanted = [
-                f for f in SAMPLED if line in NEW or "xtc_probability" not in f
-            ]  # stock fails at it there
+            # The old line of stock fails at XTC.
+            wanted = [f for f in SAMPLED if line in NEW or "xtc_probability" not in f]
             got = [
                 server.post({"prompt": f"{n}", "max_tokens": 8, "seed": n, **f})
                 for n, f in enumerate(wanted)
@@ -149,7 +181,8 @@ class Tokenizer:
     eos_token_ids, eos_token_id = {1}, 1
     def encode(self, text, **_): return [2]
 def one(**changed):
-    values = dict(temperature=0.7, top_p=0.9, top_k=5, min_p=0.05, xtc_probability=0.5, xtc_threshold=0.1) | changed
+    values = dict(temperature=0.7, top_p=0.9, top_k=5, min_p=0.05)
+    values |= dict(xtc_probability=0.5, xtc_threshold=0.1) | changed
     return types.SimpleNamespace(sampling=server.SamplingArguments(**values))
 rehearsal = killer_request._Rehearsal(server)
 def draw(rehearsed):
@@ -158,7 +191,8 @@ def draw(rehearsed):
     for n in range(3):
         if rehearsed:
             rehearsal._try_sampling(Tokenizer(), one(top_k=5 + n), 50)
-            try:  # one that fails while it is traced leaves mx.random without a usable state
+            # One that fails while it is traced leaves mx.random without a usable state.
+            try:
                 rehearsal._try_sampling(Tokenizer(), one(xtc_threshold=0.9 + n), 50)
             except ShimError:
                 pass
@@ -168,7 +202,8 @@ plain = draw(False)
 assert draw(True) == plain
 rehearsal._tried.clear()
 seed, calls = mx.random.seed, []
-def once(n):  # draw's own, and none of those that put the state back
+# Seeds for draw, and for none of the calls that put the state back.
+def once(n):
     if not calls:
         seed(n)
     calls.append(n)
@@ -183,7 +218,7 @@ except RuntimeError as error:
 @pytest.mark.guard("nested_xtc_tokens")
 @pytest.mark.control("nested_xtc_tokens")
 def test_xtc_on_the_old_line(tiny, tmp_path):
-    """Nothing but XTC does it there, so without the guard it is the rehearsal that refuses."""
+    """There only XTC kills, so without bad_request the rehearsal refuses it."""
     body = {
         "prompt": "x",
         "max_tokens": 4,
@@ -204,11 +239,16 @@ def test_xtc_on_the_old_line(tiny, tmp_path):
 
 @pytest.mark.guard("killer_request")
 def test_a_rehearsal_leaves_the_random_numbers_alone(line):
-    """To the bit; and without putting the state back they would be others."""
+    """To the bit. If the state were not put back, the numbers would differ."""
     ran = subprocess.run(
-        [python_of(line), "-c", REHEARSE], check=False, env=clean_environ(PYTHONPATH=str(REPO), MLX_SHIM="0"), cwd=REPO,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [python_of(line), "-c", REHEARSE],
+        check=False,
+        env=clean_environ(PYTHONPATH=str(REPO), MLX_SHIM="0"),
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert ran.returncode == 0, ran.stderr
     if not ran.stdout.startswith("moved"):
         raise Inconclusive(f"the sampler draws no random number: {ran.stdout}")

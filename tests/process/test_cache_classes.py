@@ -1,7 +1,8 @@
 """No cache class grows under the shim, by tokens or by turns, beyond what its keys and values take.
 
-Where stock grows, stock runs too, as the control. A step evaluates the returned keys and values and nothing else, as a
-model without rotary positions does; every figure is in bytes of active memory, less what the cache says it holds.
+Where stock grows, stock runs too, as the control. A step evaluates only the returned keys and
+values, as a model without rotary positions does. Every figure is in bytes of active memory, less
+the bytes that the cache says it holds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import pytest
 
 from kit.harness import LINES, REPO, Inconclusive, clean_environ, python_of
 
-pytestmark = pytest.mark.xdist_group("cache classes")  # one worker measures, for all the cases
+# One worker measures, for all the cases.
+pytestmark = pytest.mark.xdist_group("cache classes")
 
 MEASURE = """
 import copy, inspect, json, sys
@@ -22,15 +24,15 @@ import mlx.core as mx
 from mlx_lm.models import cache as module
 from mlx_lm.models.cache import *
 from mlx_lm.models.cache import (
-    ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache,
-    QuantizedKVCache, RotatingKVCache, TokenBuffer,
+    ArraysCache, BatchKVCache, BatchRotatingKVCache, CacheList, ChunkedKVCache,
+    ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache, TokenBuffer,
 )
 
 STEPS, TURNS, WINDOW, D = 1000, 200, 32, 64
 
 
 def update(cache, n=1, batch=1):
-    # What one layer does in one step with n tokens; returns what a model evaluates.
+    # What one layer does in one step with n tokens. Returns the arrays that a model evaluates.
     if isinstance(cache, CacheList):
         return [update(c, n, batch) for c in cache.caches]
     if isinstance(cache, TokenBuffer):
@@ -58,8 +60,9 @@ def sample(cache):
 
 
 def slope(samples):
-    # Temporaries come and go: the least of the first half against the least of the second. The first quarter is left
-    # out: in it a batch gets its lasting size, and a slice keeps the whole buffer, of which nbytes tells a part.
+    # Temporaries come and go, so compare the least of the first half with the least of the second.
+    # Leave out the first quarter: in it a batch gets its lasting size, and a slice keeps the whole
+    # buffer, of which nbytes counts only a part.
     samples = samples[len(samples) // 4 :]
     half = len(samples) // 2
     return (min(samples[half:]) - min(samples[:half])) / half
@@ -76,7 +79,7 @@ def tokens(make):
 
 
 def copies(make):
-    # A turn of one conversation: a copy of what was kept, less its last tokens, and a few more.
+    # A turn of one conversation: a copy of the kept cache, less its last tokens, and a few more.
     cache, batch = make()
     step(cache, 16, batch)
     samples = []
@@ -91,7 +94,8 @@ def copies(make):
 
 
 def request(make, restore):
-    # One more request, as a batch of one; its prompt is padded on the right, or restored from a history.
+    # One more request, as a batch of one. Its prompt is padded on the right, or restored from a
+    # history.
     single = make()
     if restore:
         step(single, 5)
@@ -101,12 +105,14 @@ def request(make, restore):
     other.finalize()
     for part in other.caches if isinstance(other, CacheList) else [other]:
         if isinstance(part, ArraysCache):
-            part.left_padding = mx.array([0])  # as a batch made with padding has it
+            # As a batch made with padding has it.
+            part.left_padding = mx.array([0])
     return other
 
 
 def requests(make, restore):
-    # Requests that join and leave, in a batch of three that is never empty; who leaves takes a cache along.
+    # Requests join and leave a batch of three that is never empty. One that leaves takes a cache
+    # along.
     cache = request(make, restore)
     cache.extend(request(make, restore))
     cache.extend(request(make, restore))
@@ -143,7 +149,9 @@ BATCH = {
     "BatchKVCache": lambda b: BatchKVCache([0] * b),
     "BatchRotatingKVCache": lambda b: BatchRotatingKVCache(WINDOW, [0] * b),
     "ArraysCache, batch": arrays,
-    "CacheList, batch": lambda b: CacheList(BatchKVCache([0] * b), BatchRotatingKVCache(WINDOW, [0] * b), arrays(b)),
+    "CacheList, batch": lambda b: CacheList(
+        BatchKVCache([0] * b), BatchRotatingKVCache(WINDOW, [0] * b), arrays(b)
+    ),
 }
 JOIN = {
     "BatchKVCache": SINGLE["KVCache"],
@@ -162,42 +170,60 @@ for name, make in BATCH.items():
     for what, restore in (("requests", False), ("restored", True)):
         found[name][what] = requests(JOIN[name], restore)
 
-classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
+classes = [c for _, c in inspect.getmembers(module, inspect.isclass)]
+classes = [c for c in classes if c.__module__ == module.__name__]
 caches = [c for c in classes if issubclass(c, module._BaseCache) and c is not module._BaseCache]
-caches += [c for c in classes if c not in caches and (hasattr(c, "update_and_fetch") or hasattr(c, "advance"))]
+others = [c for c in classes if c not in caches]
+caches += [c for c in others if hasattr(c, "update_and_fetch") or hasattr(c, "advance")]
 print(json.dumps({"classes": sorted({c.__name__ for c in caches}), "found": found}))
 """
 
 
 @functools.cache
 def measured(release, shim, attempt=1):
-    """Everything, in one process: the slopes by row and by what goes on, and the cache classes there are."""
+    """Everything, in one process: the slopes by row and by activity, and the cache classes."""
     child = subprocess.run(
-        [python_of(release), "-c", MEASURE], capture_output=True, text=True, check=False,
+        [python_of(release), "-c", MEASURE],
+        capture_output=True,
+        text=True,
+        check=False,
         env=clean_environ(PYTHONPATH=str(REPO) if shim else None),
-    )  # fmt: skip
+    )
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout.splitlines()[-1])
 
 
 CLASSES = {
-    "ArraysCache", "BatchKVCache", "BatchRotatingKVCache", "CacheList", "ChunkedKVCache", "ConcatenateKVCache",
-    "KVCache", "QuantizedKVCache", "RotatingKVCache", "TokenBuffer",
-}  # fmt: skip
+    "ArraysCache",
+    "BatchKVCache",
+    "BatchRotatingKVCache",
+    "CacheList",
+    "ChunkedKVCache",
+    "ConcatenateKVCache",
+    "KVCache",
+    "QuantizedKVCache",
+    "RotatingKVCache",
+    "TokenBuffer",
+}
 BATCHES = ("BatchKVCache", "BatchRotatingKVCache", "ArraysCache, batch", "CacheList, batch")
 ROWS = (*sorted(CLASSES), "ArraysCache, batch", "CacheList, batch")
 CASES = [(row, what) for row in ROWS for what in ("tokens", "copies")]
 CASES += [(row, what) for row in BATCHES for what in ("requests", "restored")]
 
-# A leak is a buffer a token or turn, and the least buffer has four bytes. One that is there or not at the time of a
-# sample (an evaluation that was only started) makes four bytes in a half of 75 turns or more: far less than this.
+# Bytes a token or turn. A leak is a buffer each time, and the least buffer has four bytes. A buffer
+# that by chance is there at one sample (an evaluation has only started) makes four bytes in a half
+# of 75 turns or more: far less than this.
 BOUND = 1.0
 STOCK_LEAKS = {case for case in CASES if case[0] in BATCHES and case[0] != "BatchRotatingKVCache"}
-LEAST = 3.0  # what stock must show, a token or turn
+# Bytes a token or turn that stock must show.
+LEAST = 3.0
 
 
 def slope_of(release, row, what, shim, good):
-    """One figure, measured again where it is not as expected: a leak shows each time, a busy machine's temporaries do not."""
+    """One figure, measured again where it is not as expected.
+
+    A leak shows each time; the temporaries of a busy machine do not.
+    """
     for attempt in (1, 2, 3):
         slope = measured(release, shim, attempt)["found"][row][what]
         if good(slope):

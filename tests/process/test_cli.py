@@ -18,14 +18,19 @@ from shim.planning import budget
 
 def shim(*arguments, line=NEWEST, cwd=REPO, **environ):
     return subprocess.run(
-        [python_of(line), "-m", "shim", *arguments], capture_output=True, text=True, check=False, cwd=cwd,
+        [python_of(line), "-m", "shim", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
         env=clean_environ(**environ),
-    )  # fmt: skip
+    )
 
 
 def test_run_without_a_model_serves_the_tiny_one(line, tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path), "PYTHONPATH": None}
-    for _ in range(2):  # made, then found
+    # The file is made, then found.
+    for _ in range(2):
         with Server(
             line, None, tmp_path / "log", entry=("-m", "shim", "run"), cwd=REPO, environ=environ
         ) as server:
@@ -109,7 +114,10 @@ def test_doctor_tells_a_memory_budget(tiny, tmp_path, line):
         "wiring MLX_SHIM_WIRED=off in force",
         "which is off for a model below 60% of the memory",
         "limits soft none, hard none in force",
-        f"MLX_SHIM_MEMORY_SOFT={budget.as_setting(advised.soft)} MLX_SHIM_MEMORY_HARD={budget.as_setting(advised.hard)}",
+        (
+            f"MLX_SHIM_MEMORY_SOFT={budget.as_setting(advised.soft)} "
+            f"MLX_SHIM_MEMORY_HARD={budget.as_setting(advised.hard)}"
+        ),
         f"a token's cache {per_token / 1024:.1f} KiB, float32",
         "256k tokens",
         "generation_death active",
@@ -189,9 +197,12 @@ def test_doctor_bears_a_chained_sitecustomize_that_prints(tmp_path):
     text = "import atexit, sys\nsys.stdout.buffer.write(b'\\xff')\natexit.register(print, 'bye')\n"
     (tmp_path / "sitecustomize.py").write_text(text)
     child = subprocess.run(
-        [python_of(NEWEST), "-m", "shim", "doctor"], capture_output=True, check=False, cwd=REPO,
+        [python_of(NEWEST), "-m", "shim", "doctor"],
+        capture_output=True,
+        check=False,
+        cwd=REPO,
         env=clean_environ(PYTHONPATH=str(tmp_path)),
-    )  # fmt: skip
+    )
     assert child.returncode == 0, child.stderr
 
 

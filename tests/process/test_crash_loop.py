@@ -1,4 +1,7 @@
-"""A server that keeps dying waits before it loads its model again, and says so; without the guard it starts at once."""
+"""A server that keeps dying waits before it loads its model again, and says so.
+
+Without the guard it starts at once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from kit.streams import Stream
 
 pytestmark = pytest.mark.usefixtures("killable")
 
-SOON = 5.0  # seconds; it takes a fraction of one
+# Seconds. It takes a fraction of one.
+SOON = 5.0
 
 
 class Place:
@@ -24,8 +28,10 @@ class Place:
     def __init__(self, tmp_path, line, model, breaker):
         self.folder = tmp_path / "state"
         self.environ = {
-            "MLX_SHIM_CRASH_LOOP": None, "MLX_SHIM_STATE_DIR": str(self.folder), "MLX_SHIM_BREAKER": breaker,
-        }  # fmt: skip
+            "MLX_SHIM_CRASH_LOOP": None,
+            "MLX_SHIM_STATE_DIR": str(self.folder),
+            "MLX_SHIM_BREAKER": breaker,
+        }
         self.port = free_port()
         self._made = (line, model)
         self._tmp_path = tmp_path
@@ -153,7 +159,8 @@ def serve(host, port, generator, **_):
         time.sleep(0.02)
     if "{how}" == "without a word":
         os._exit(0)
-    generator._stop = True  # past stop_and_join, which notes a stop by itself
+    # Not by stop_and_join, which notes a stop by itself.
+    generator._stop = True
     generator.join()
 server._run_http_server = serve
 server.main()
@@ -163,7 +170,7 @@ server.main()
 @pytest.mark.guard("crash_loop")
 @pytest.mark.parametrize("how", ["by itself", "without a word"])
 def test_a_program_that_ends_by_itself_has_not_died(how, tiny, tmp_path):
-    """Nor does the next start take its last run for a kill; without a word (the control) it does."""
+    """And the next start does not take it for killed. Where no end was noted (control), it does."""
     program = tmp_path / "program.py"
     program.write_text(ENDS.format(how=how))
     place = Place(tmp_path, NEWEST, tiny, "1/10m")
@@ -172,7 +179,8 @@ def test_a_program_that_ends_by_itself_has_not_died(how, tiny, tmp_path):
             lambda: list(place.folder.glob("*.json")) and place.state()["run"][0] == "up", 60
         )
         (tmp_path / "enough").touch()
-        server.wait_exit(30)  # mlx's own teardown may abort
+        # mlx's own teardown may abort.
+        server.wait_exit(30)
         assert place.statuses() == []
         if how == "by itself":
             assert place.state()["run"] is None
@@ -184,8 +192,10 @@ QUEUED = """
 import pathlib, sys, time
 from mlx_lm import server
 module = lambda name: next(m for n, m in sys.modules.items() if n.endswith(name))
-module("shim.engine.queues").POLL = 60.0  # who waits looks around as it begins to wait, and not again before the stop
-module("shim.engine.drain").on_begin.append(lambda: time.sleep(0.5))  # the generation thread is the first to see the stop
+# A waiting handler looks around when it begins to wait, and not again before the stop.
+module("shim.engine.queues").POLL = 60.0
+# The generation thread is the first to see the stop.
+module("shim.engine.drain").on_begin.append(lambda: time.sleep(0.5))
 crash_loop = module("guards.crash_loop")
 stock = crash_loop.wait
 def wait(*args):
@@ -231,7 +241,7 @@ def test_a_stop_while_a_start_waits_and_a_request_is_queued(line, faulty, tmp_pa
     )
 
 
-# Its wait ends as it does when its time is over, as soon as the test has seen it.
+# The wait ends as if its time were over, as soon as the test has seen it.
 CUT_SHORT = """
 import pathlib, sys
 from mlx_lm import server
@@ -293,7 +303,7 @@ def test_a_folder_that_cannot_be_written_is_in_nobodys_way(tiny, tmp_path, kind)
         assert sum("deaths cannot be noted" in x for x in server.shim_lines()) == 1
 
 
-# There is more memory to wait for than the machine has, so that it never suffices, however much is free.
+# The start waits for more memory than the machine has, so that the free memory never suffices.
 FORGETFUL = """
 import sys
 from mlx_lm import server
@@ -304,16 +314,18 @@ server.main()
 
 @pytest.mark.guard("crash_loop")
 def test_a_kill_with_a_large_model_loaded_and_a_long_good_run(tiny, tmp_path):
-    """The next start waits for its death, then for its memory; once it has been up for long enough nothing is remembered."""
+    """The next start waits for its death, then for its memory.
+
+    Once it has been up for long enough nothing is remembered.
+    """
     program = tmp_path / "program.py"
     program.write_text(FORGETFUL)
     place = Place(tmp_path, NEWEST, tiny, "1/10m,1s")
     begun = time.monotonic()
     with place.start() as server:
         server.ready()
-        window = 3 + 2 * (
-            time.monotonic() - begun
-        )  # a start comes well within it, and so does its look at the death
+        # A start comes well within it, and so does its look at the death.
+        window = 3 + 2 * (time.monotonic() - begun)
         os.kill(server.pid, signal.SIGKILL)
         server.wait_exit()
     (file,) = place.folder.glob("*.json")

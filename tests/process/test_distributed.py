@@ -1,4 +1,4 @@
-"""Two ranks under mlx.launch: a death on either ends that rank with 70, and the job ends rather than hangs."""
+"""Two ranks under mlx.launch: a death ends its rank with 70, and the job ends too, not hangs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Job(Server):
             "--",
         ]
         command += [server, "--model", str(model.path), *model.args, "--port", str(self.port)]
-        reader, self.stdin = os.pipe()  # mlx.launch reads its stdin, and spins where that has ended
+        # mlx.launch reads its stdin, and spins where that has ended.
+        reader, self.stdin = os.pipe()
         with log.open("ab") as out:
             self.process = subprocess.Popen(
                 command,
@@ -62,7 +63,7 @@ class Job(Server):
         return super()._answers()
 
     def pids(self):
-        """Of the ranks, by their number."""
+        """The process ids of the ranks, by their number."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:

@@ -1,7 +1,8 @@
-"""A name of stock that the shim touches is another: the heart beats on, or the shim has said at start that it does not.
+"""A name of stock has changed: the heart beats on, or the shim has said at start that it does not.
 
-Every name is renamed, and those of the heart are changed in each other way as well; what the lines share is shared out
-between them, and tests/bench/drift.py does all to all. A case is a server over a changed copy of mlx_lm: it serves as stock does, its model hangs and goes
+Every name that the shim touches is renamed, and those of the heart are changed in each other way as
+well. Cases that both lines have are divided between them; tests/bench/drift.py runs all on all. A
+case is a server over a changed copy of mlx_lm: it serves as stock does, its model hangs and goes
 on, and its generation thread is killed.
 """
 
@@ -20,7 +21,7 @@ from kit.harness import LINES
 from kit.streams import Stream
 from shim.engine.anatomy import ATTRIBUTES
 
-# Of a line: the workers take one each.
+# The parts of a line. The workers take one each.
 PARTS = 4
 
 
@@ -49,7 +50,8 @@ def asked_for(line, folder):
 def wanted(line, folder):
     """The cases of the suite, in an order that gives each part as many of each kind.
 
-    Each name of the heart is renamed on both lines. Every other case that both lines have falls to one of them.
+    Each name of the heart is renamed on both lines. Every other case that both lines have falls to
+    one of them.
     """
     renamed, others = asked_for(line, folder)
     (other,) = set(LINES) - {line}
@@ -59,7 +61,10 @@ def wanted(line, folder):
 
 
 def is_turn_of(line, case):
-    """Whether a case falls to this line: by its name and kind, so that it stays there when others come."""
+    """Whether a case falls to this line.
+
+    Its name and kind decide, so that it stays there when cases are added.
+    """
     return zlib.crc32(" ".join(case).encode()) % len(LINES) == LINES.index(line)
 
 
@@ -100,7 +105,7 @@ def test_the_heart_beats_on_with_a_stop_flag_that_is_an_event(line, benches):
 
 @pytest.mark.parametrize("line", LINES)
 def test_who_leaves_is_no_stall_where_removals_cannot_be_seen(line, benches):
-    """The engine lets go of them unseen, and goes on with the others."""
+    """The engine removes their requests unseen, and goes on with the others."""
     bench = benches(line)
     with bench.changed(SERVER, "BatchGenerator.remove", "renamed") as server:
         long = Stream(server.ready(), {"prompt": "x", "max_tokens": 300})
@@ -123,7 +128,7 @@ def test_control_for_the_heart(line, kind, benches):
 
 @pytest.mark.parametrize("line", LINES)
 def test_a_changed_server_serves_as_stock_does(line, benches):
-    """A sample, without the shim: it is the shim that the other tests are about, not the changes."""
+    """A sample, without the shim: so the other tests test the shim, and not the changes."""
     sample = [
         ("mlx_lm.server", name)
         for name in ("ResponseGenerator.generate", "BatchGenerator.next", "make_prompt_cache")

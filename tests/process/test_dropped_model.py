@@ -1,4 +1,7 @@
-"""Whatever a request names, the model of the others stays loaded and their streams go on. In stock it costs everybody."""
+"""Whatever a request names, the model of the others stays loaded and their streams go on.
+
+In stock it costs every client its model.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,13 @@ from kit.model_folders import HUB_NAME, Folders
 from kit.streams import Stream
 
 OFF = {f"MLX_SHIM_{name}": "0" for name in ("DROPPED_MODEL", "NEEDLESS_RELOAD", "ANY_MODEL")}
-# Tokens; each takes 20 ms, until the model is told to hurry. Stock takes up new requests every half second.
+# Tokens. Each takes 20 ms, until the model is told to hurry. Stock takes up new requests every half
+# second.
 LONG, SHORT = 500, 3
 
 
 class SlowHub(http.server.BaseHTTPRequestHandler):
-    """A hub that has no model, and takes its time to say so about org/slow."""
+    """A hub that has no model, and is slow to say so about org/slow."""
 
     asked, released = threading.Event(), threading.Event()
 
@@ -56,7 +60,7 @@ def folders(tmp_path, faulty):
 
 
 def serve(line, folders, **environ):
-    """Under its name in the hub's cache."""
+    """Serve the model under its name in the hub's cache."""
     return Server(
         line,
         HUB_NAME,
@@ -83,7 +87,7 @@ def texts(streams):
 
 @pytest.mark.guard("dropped_model", "needless_reload")
 def test_no_request_costs_others_their_model(line, folders):
-    """Streams run on beside everything that cannot be loaded, and beside other names of the model itself."""
+    """Streams go on while requests name what cannot be loaded, or the model by its other names."""
     with serve(line, folders) as server:
         server.ready()
         folders.model.hurry()
@@ -132,7 +136,10 @@ def test_no_request_costs_others_their_model(line, folders):
 
 
 def a_late_failure(server, folders):
-    """What looks well and fails when it is loaded: the former model is back before the next request, as it was."""
+    """A model that looks well fails when it is loaded.
+
+    The former model is back before the next request, as it was.
+    """
     usual = {"prompt": "as before", "max_tokens": 20, "temperature": 0}
     expected = server.post(usual)[1]["choices"][0]["text"]
     late = {"prompt": "x", "model": str(folders.lacks_a_tensor("late"))}
@@ -162,7 +169,7 @@ def a_late_failure(server, folders):
 
 @pytest.mark.guard("any_model", "dropped_model")
 def test_only_allowed_models(line, folders, hub):
-    """And what is allowed is loaded, as stock has it: with adapters, with a draft model, from the hub."""
+    """An allowed model is loaded as by stock: with adapters, with a draft model, from the hub."""
     other, second, adapter = (
         folders.like("other"),
         folders.like("second"),
@@ -213,7 +220,7 @@ def test_only_allowed_models(line, folders, hub):
 
 
 def a_slow_hub(server, folders):
-    """Nobody waits while the hub is asked for a model that it does not have."""
+    """No other client waits while the shim asks the hub for a model that it does not have."""
     slow = Stream(server, {"prompt": "x", "model": "org/slow"})
     assert SlowHub.asked.wait(30)
     assert server.post({"prompt": "meanwhile", "max_tokens": SHORT})[0] == 200
@@ -247,6 +254,6 @@ def test_control_stock_pays(line, folders):
 
 
 def expect(fault, otherwise):
-    """The negative control: stock's fault is there to be seen, at once."""
+    """The negative control: stock shows its fault at once."""
     if not fault:
         raise Inconclusive(otherwise)

@@ -1,4 +1,4 @@
-"""/v1/models answers whatever the Hugging Face cache folder is; in stock it has an empty body (the control)."""
+"""/v1/models answers whatever the Hugging Face cache folder is; in stock its body is empty."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def names(server, path="/v1/models"):
 @pytest.mark.control("empty_model_list")
 @pytest.mark.parametrize("guarded", [True, False])
 def test_what_the_server_lists(line, tiny, tmp_path, guarded):
-    """The folder is looked at anew with each request, so one server sees every kind of it."""
+    """Each request looks at the folder again, so one server sees every kind of it."""
     cache = tmp_path / "home" / "hub"
     cache.parent.mkdir()
     environ = {"HF_HOME": str(cache.parent), "HF_HUB_CACHE": None} | (

@@ -1,4 +1,4 @@
-"""No request waits for ever: not for an engine that is dead, nor beyond its own time."""
+"""No request waits without end: neither for a dead engine, nor beyond its own time limit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ def test_a_request_timeout_ends_that_request_alone(line, faulty, tmp_path, seed)
         server.ready()
         stream = Stream(server, {"prompt": "x", "max_tokens": 100_000, **seed})
         assert stream.first.wait(30)
-        status, answer = server.post(
-            {"prompt": "x", "max_tokens": 100_000, **seed}
-        )  # served alone, it waits
+        # Served alone, it waits.
+        status, answer = server.post({"prompt": "x", "max_tokens": 100_000, **seed})
         assert (status, answer["error"]["code"]) == (504, "request_timeout")
         assert stream.join().status == 200
         assert not stream.done
@@ -31,7 +30,7 @@ def test_a_request_timeout_ends_that_request_alone(line, faulty, tmp_path, seed)
 @pytest.mark.guard("endless_wait")
 @pytest.mark.usefixtures("killable")
 def test_a_waiter_on_a_dead_engine_is_told(line, tiny, tmp_path):
-    """With the exit turned off, the engine is dead and the process lives: no request hangs all the same."""
+    """With the exit turned off the engine is dead and the process lives: still no request hangs."""
     environ = {"MLX_SHIM_GENERATION_DEATH": "0"}
     with Server(line, tiny, tmp_path / "log", environ=environ) as server:
         server.ready()
@@ -48,7 +47,10 @@ def test_a_waiter_on_a_dead_engine_is_told(line, tiny, tmp_path):
 
 @pytest.mark.control("endless_wait")
 def test_control_a_waiter_without_the_guard(line, faulty, tmp_path):
-    """With endless_wait off nothing ends a request: its time does not, and on 0.31.3 no death of the engine either."""
+    """With endless_wait off nothing ends a request.
+
+    Its time limit does not, and on 0.31.3 the death of the engine does not either.
+    """
     model = faulty(kind="RuntimeError", delay=0.05)
     off = {
         "MLX_SHIM_ENDLESS_WAIT": "0",

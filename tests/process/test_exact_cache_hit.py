@@ -1,7 +1,8 @@
-"""A prompt that is an entry of the prompt cache is answered as by a server without one; in stock it is the end (control).
+"""A prompt that is an entry of the prompt cache is answered as by a server without a prompt cache.
 
-Three kinds of caches: those that can be trimmed (llama), those that cannot (a hybrid model), and those that can until
-their window is full (sliding window). What a model says is held to letters, so that its text is its tokens.
+In stock it is the end (control). There are three kinds of caches: those that can be trimmed
+(llama), those that cannot (a hybrid model), and those that can until their window is full (sliding
+window). The model may only say letters, so that its text is its tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from shim.engine import fatal
 
 WINDOW = 48
 KINDS = ("llama", "hybrid", "sliding")
-LETTERS = {
-    str(ord(letter) - ord("!")): 100 for letter in "abcdefghijklmnopqrstuvwxyz"
-}  # tokens are sorted by character
+# Tokens are sorted by character.
+LETTERS = {str(ord(letter) - ord("!")): 100 for letter in "abcdefghijklmnopqrstuvwxyz"}
 SPACE = {"220": 100}
 SHORT, LONG = (
     "Once upon a time, ",
@@ -36,7 +36,7 @@ def make_model(kind, line, folder):
 
 
 class Client:
-    """Asks, and keeps what was answered: text, tokens, why it ended, how many tokens the prompt had."""
+    """Asks, and keeps of each answer: its text, its tokens, why it ended, the prompt's tokens."""
 
     def __init__(self, server, **body):
         self.server, self.body = server, body
@@ -81,7 +81,10 @@ class Client:
 
 
 def conversation(client, name):
-    """Every way to meet an entry: the prompt and what was said, one token less, the prompt itself, one token less."""
+    """Every way to meet an entry.
+
+    The prompt with its answer, one token less than that, the prompt itself, and one token less.
+    """
     for start, n in ((name + SHORT, 1), (name + LONG, 12)):
         said = client.ask(start, n)
         assert len(said) == n
@@ -90,15 +93,19 @@ def conversation(client, name):
         client.ask(start + said[:-1])
         client.ask(start)
         client.ask(start[:-1])
-    # A chat whose prompt is what the template makes of it, to the last space.
-    client.ask(f"user: {name}?\nassistant:", 1, SPACE)  # the space it says makes an entry of that
+    # The prompt of a chat as the template makes it, to the last space. The model says that space,
+    # so the prompt with it becomes an entry.
+    client.ask(f"user: {name}?\nassistant:", 1, SPACE)
     assert client.answers[-1][2] == [int(token) for token in SPACE]
     client.chat(f"{name}?")
     client.chat(f"{name}?")
 
 
 def everything(server, models):
-    """The same conversation with each kind of cache, in the batch and alone; and an exact hit beside a draft model."""
+    """The same conversation with each kind of cache, in the batch and alone.
+
+    And an exact hit with a draft model.
+    """
     answers, cached = [], {}
     for kind, model in models.items():
         for way, more in (("batch", {}), ("alone", {"seed": 7})):
@@ -136,7 +143,8 @@ def test_the_answers_are_a_cold_servers(line, tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "hybrid"])
 def test_control_stock_dies(line, tmp_path, kind):
     if kind == "hybrid" and line != NEWEST:
-        return  # one is enough
+        # One line is enough.
+        return
     model = make_model(kind, line, tmp_path / kind)
     with Server(line, model, tmp_path / "log", environ={"MLX_SHIM_EXACT_CACHE_HIT": "0"}) as server:
         client = Client(server.ready())

@@ -1,4 +1,4 @@
-"""Memory under load, with real allocations: stock crosses the line, and under the guard it is held, or it is replaced.
+"""Memory under load, with real allocations: stock crosses the line, a guarded server does not.
 
 The line is MLX_SHIM_MEMORY_HARD; what the process holds is counted from outside, by psutil.
 """
@@ -17,10 +17,12 @@ from kit.models import big_model
 from kit.scales import MIB, Scales, patient, text_of, warm
 from kit.streams import Stream
 
-TOKENS = 300  # 32 KiB each
+# Each takes 32 KiB.
+TOKENS = 300
 ENTRY = TOKENS * big_model.bytes_per_token(4096)
 CONVERSATIONS = 40
-PACE = 0.1  # seconds between two: what grows within the second between two looks is not seen
+# Seconds between two. The guard does not see what grows within the second between two looks.
+PACE = 0.1
 CACHE = ("--prompt-cache-size", "1000")
 
 
@@ -31,7 +33,7 @@ def big(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outside(big, tmp_path_factory):
-    """By line, from stock in no group of the system's: what it had at first, its most, and what the conversations were told."""
+    """By line, for stock in no memory group: its first and its highest figure, and the answers."""
     seen = {}
 
     def of(line):
@@ -51,7 +53,7 @@ def outside(big, tmp_path_factory):
 
 
 def converse(server):
-    """One conversation after another, each of which stays in the prompt cache. What they were told.
+    """The answers of one conversation after another; each conversation stays in the prompt cache.
 
     Every other one is served alone, not in a batch: it brings a seed.
     """
@@ -68,7 +70,7 @@ def converse(server):
 @pytest.mark.guard("exhausted_memory")
 @pytest.mark.control("exhausted_memory")
 def test_many_conversations(line, big, outside, tmp_path):
-    """Each is kept in the prompt cache, which is as long as the user says: what is kept goes before the memory does."""
+    """The prompt cache keeps each, up to the user's limit. Its entries go first."""
     base, most, expected = outside(line)
     soft, hard = base + 8 * ENTRY, base + 25 * ENTRY
     if most < hard:
@@ -96,12 +98,13 @@ LARGE = [
     {"prompt": f"{n} at once " * (TOKENS // 10), "max_tokens": 350, "temperature": 0}
     for n in range(5)
 ]
-# What all of these take once their prompts are done, in steps of STEP tokens: in a batch each takes as much as the longest.
+# Bytes of all of these once their prompts are done, in steps of STEP tokens. In a batch each takes
+# as much as the longest.
 BATCH = (len(LARGE) + 1) * 2 * big_model.STEP * big_model.bytes_per_token(4096)
 
 
 def at_once(server):
-    """What became of the small one and the large ones, which come one soon after the other and are served together."""
+    """The streams of the small one and the large ones, sent soon after each other."""
     streams = []
     for body in (SMALL, *LARGE):
         streams.append(Stream(server, body))
@@ -113,15 +116,15 @@ def at_once(server):
 @pytest.mark.guard("exhausted_memory")
 @pytest.mark.control("exhausted_memory")
 def test_several_at_once(line, big, tmp_path):
-    """Above hard the largest is ended and the others get their tokens; new ones are 503; below it all is as before.
+    """Above hard the largest is ended, the others get their tokens, and new ones get 503.
 
-    What a request is told here does not depend on who else is in its batch: at temperature 0, on the CPU, each row of a
-    product is summed up for itself, and what pads it is 0.
+    Below hard all is as before. An answer here does not depend on the others in its batch: at
+    temperature 0, on the CPU, each row of a product is summed up for itself, and padding is 0.
     """
     with Server(line, big, tmp_path / "stock", environ={"MLX_SHIM": "0"}) as server:
         hard = warm(server) + 8 * ENTRY
-        # Within the second between two looks all of it may be there: while a batch grows the former is still there too,
-        # and MLX keeps the one before that.
+        # All of it may be there within the second between two looks: while a batch grows the former
+        # is still there too, and MLX keeps the one before that.
         bound = hard + 3 * BATCH
         alone = text_of(server.post(SMALL))
         with Scales(server) as stock:
@@ -130,7 +133,8 @@ def test_several_at_once(line, big, tmp_path):
         assert expected[0].text == alone
         if stock.most < bound:
             raise Inconclusive(
-                f"stock held {stock.most / MIB:.0f} MiB, hard is {hard / MIB:.0f}, {bound / MIB:.0f} allowed"
+                f"stock held {stock.most / MIB:.0f} MiB, hard is {hard / MIB:.0f}, "
+                f"{bound / MIB:.0f} allowed"
             )
     with Server(line, big, tmp_path / "log", environ={"MLX_SHIM_MEMORY_HARD": str(hard)}) as server:
         warm(server)
@@ -159,12 +163,13 @@ def test_several_at_once(line, big, tmp_path):
         assert "below hard again" in server.text()
         assert text_of(server.post(SMALL)) == alone
     print(
-        f"{line}: stock {stock.most / MIB:.0f} MiB, ours {ours.most / MIB:.0f}, hard {hard / MIB:.0f}, {len(ended)} ended"
+        f"{line}: stock {stock.most / MIB:.0f} MiB, ours {ours.most / MIB:.0f}, "
+        f"hard {hard / MIB:.0f}, {len(ended)} ended"
     )
 
 
 class MemoryGroup:
-    """A cgroup of v1 or v2 whose processes are killed when they hold more than so many bytes."""
+    """A cgroup of v1 or v2. Its processes are killed when they hold more than so many bytes."""
 
     def __init__(self, name, limit):
         old = Path("/sys/fs/cgroup/memory")
@@ -193,7 +198,7 @@ class MemoryGroup:
 @pytest.mark.guard("exhausted_memory")
 @pytest.mark.control("exhausted_memory")
 def test_the_system_kills_stock_and_not_us(big, outside, tmp_path):
-    """In a group of the system's with room for 24 conversations, of 40 that are kept."""
+    """In a memory group with room for 24 of the 40 conversations."""
     base, _, expected = outside(NEWEST)
     outcome, answers = {}, {}
     for switch in ("0", "1"):
@@ -206,9 +211,8 @@ def test_the_system_kills_stock_and_not_us(big, outside, tmp_path):
         ) as server:
             warm(server)
             try:
-                group = MemoryGroup(
-                    f"mlx-lm-shim-test-{server.pid}", 24 * ENTRY
-                )  # of what it takes from now on
+                # Counts what the server takes from now on.
+                group = MemoryGroup(f"mlx-lm-shim-test-{server.pid}", 24 * ENTRY)
             except OSError as error:
                 pytest.skip(f"this machine lets nobody make a memory cgroup: {error}")
             with group:

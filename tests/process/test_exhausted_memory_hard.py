@@ -1,6 +1,6 @@
-"""One long history, and models in turn: stock crosses MLX_SHIM_MEMORY_HARD, here what the process holds stays below it.
+"""One long history, and models in turn: stock crosses MLX_SHIM_MEMORY_HARD, the guard does not.
 
-What the process holds is counted from outside, by psutil. With hard alone, soft is the same figure.
+psutil counts from outside what the process holds. With hard alone, soft is the same figure.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from kit.streams import Stream
 
 TOKEN = bytes_per_token(4096)
 CHAT = "/v1/chat/completions"
-ROOM = 96 * MIB  # of a history: 3072 tokens of 32 KiB
+# Of a history: 3072 tokens of 32 KiB.
+ROOM = 96 * MIB
 TURNS = 4
-DOCUMENT = "".join(f"{n:04} " for n in range(700))  # 3500 tokens
+# 3500 tokens.
+DOCUMENT = "".join(f"{n:04} " for n in range(700))
 
 
 def fits(answer):
-    """How many tokens would, as who was refused is told."""
+    """How many tokens would fit, as a refused client is told."""
     return int(re.search(r"accepted: (\d+)", answer[1]["error"]["message"])[1])
 
 
 def converse(server):
-    """What is answered in one conversation: a few turns, each all that was said before and more, and then a document.
+    """The answers in one conversation: a few turns, and then a document.
 
-    The answer to the last is whole, with its status.
+    Each turn repeats all that was said before and adds to it. The answer to the last is whole, with
+    its status.
     """
     messages, said = [], []
     for n in range(TURNS + 1):
@@ -48,9 +51,9 @@ def converse(server):
 def test_a_history_that_grows_until_it_does_not_fit(line, tmp_path):
     """It is served to the last prompt that fits, and nothing of the next one is begun.
 
-    What is told beforehand is what the cache of a prompt takes. While it joins a batch, stock holds it several times, which
-    docs/memory.md says is not counted: one that takes more than a third of the room may cross hard for a moment. Here none
-    of those that are served does.
+    The estimate is for the cache of a prompt. While that joins a batch, stock holds it several
+    times, which is not counted (docs/memory.md): one that takes more than a third of the room may
+    cross hard for a moment. Here none of those that are served does.
     """
     small = {"prompt": "small", "max_tokens": 8, "temperature": 0}
     model = big_kv_model(tmp_path / "model")
@@ -78,13 +81,17 @@ def test_a_history_that_grows_until_it_does_not_fit(line, tmp_path):
     assert f"has {tokens} tokens" in refused[1]["error"]["message"]
     assert ROOM - STEP * TOKEN <= fits(refused) * TOKEN < tokens * TOKEN
     print(
-        f"{line}: stock {stock.most / MIB:.0f} MiB, ours {ours.most / MIB:.0f}, hard {hard / MIB:.0f}"
+        f"{line}: stock {stock.most / MIB:.0f} MiB, ours {ours.most / MIB:.0f}, "
+        f"hard {hard / MIB:.0f}"
     )
 
 
 @pytest.mark.guard("exhausted_memory")
 def test_one_that_is_above_hard_by_itself(tmp_path):
-    """It was begun, since nothing told what it would take. It is ended, and not told to come back: it would be as much again."""
+    """It was begun, since nothing told how much it would take. It is ended.
+
+    It is not told to try again, since it would take as much again.
+    """
     model = big_kv_model(tmp_path / "model")
     small = {"prompt": "small", "max_tokens": 8, "temperature": 0}
     with Server(NEWEST, model, tmp_path / "base", environ={"MLX_SHIM": "0"}) as server:
@@ -99,18 +106,19 @@ def test_one_that_is_above_hard_by_itself(tmp_path):
         assert text_of(patient(server, small)) == alone
 
 
-VOCABULARY = 300_000  # 77 MB of weights
-SWITCH_ROOM = 40 * MIB  # above the first model: half of what the second takes
-LONG = "long " * 520  # 81 MiB by the first model, 5 by the second
-STEPS = (
-    "--prefill-step-size",
-    "256",
-)  # what a step takes beside the caches is not what this is about
+# 77 MB of weights.
+VOCABULARY = 300_000
+# Above the first model: half of the memory that the second takes.
+SWITCH_ROOM = 40 * MIB
+# 81 MiB by the first model, 5 by the second.
+LONG = "long " * 520
+# The memory that a step takes besides the caches is not the subject here.
+STEPS = ("--prefill-step-size", "256")
 
 
 @pytest.mark.guard("unaffordable_prompt")
 def test_models_in_turn(line, tmp_path):
-    """One goes before the other is loaded, and what a token takes is learnt for each: 32 KiB, then 2."""
+    """One goes before the other is loaded, and each has its size of a token: 32 KiB, then 2."""
     assert vocabulary_bytes(VOCABULARY) > 1.5 * SWITCH_ROOM
     first, second = (
         big_kv_model(tmp_path / name, head_dim=head_dim, vocabulary=VOCABULARY)
@@ -153,5 +161,6 @@ def test_models_in_turn(line, tmp_path):
         "counted by its own tokens"
     )
     print(
-        f"{line}: stock {stock.most / MIB:.0f} MiB, ours {ours.most / MIB:.0f}, hard {hard / MIB:.0f}"
+        f"{line}: stock {stock.most / MIB:.0f} MiB, ours {ours.most / MIB:.0f}, "
+        f"hard {hard / MIB:.0f}"
     )

@@ -1,4 +1,7 @@
-"""A process that holds what no request can free: new requests are 503 above soft, and it is replaced where that helps nobody."""
+"""A process holds memory that no request can free: above soft new requests get 503.
+
+Where that does not help, the process is replaced.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ LIMIT, TAKEN = 600 * MIB, 700 * MIB
 
 
 class Beside:
-    """What the server runs beside; it takes and frees 700 MiB."""
+    """A program in the server's process that takes and frees 700 MiB."""
 
     def __init__(self, line, model, folder, environ, grace=1000):
         self.line, self.model, self.folder, self.environ = line, model, folder, environ
@@ -56,7 +59,7 @@ def asked(server):
 
 @pytest.fixture
 def slow(faulty):
-    """Long enough at work for a test to look at it meanwhile."""
+    """A model slow enough for a test to look at the server meanwhile."""
     return faulty(kind="none", delay=0.02)
 
 
@@ -69,7 +72,7 @@ def test_above_soft_nobody_new_is_let_in_until_it_is_less(line, slow, tmp_path):
         assert server.get("/health/ready")[0] == 200
         beside.take()
         assert wait_until(lambda: server.get("/health/ready")[0] == 503, 30)
-        # A look may have been taken when half of it was: the next one sees the rest.
+        # A look may come when only half is taken. The next look sees the rest.
         assert wait_until(lambda: server.get("/health")[1]["memory"]["footprint"] > TAKEN, 30)
         status, headers, body = asked(server)
         assert (status, body["error"]["code"]) == (503, "memory_pressure")
@@ -86,8 +89,10 @@ def test_above_soft_nobody_new_is_let_in_until_it_is_less(line, slow, tmp_path):
         assert stream.join().done, "who was served already is served on"
         told = [x.rpartition(": ")[2] for x in server.shim_lines() if " in use (MLX" in x]
         assert told == [
-            "the caches are trimmed", "new requests are 503 until it is less", "new requests are accepted again",
-        ]  # fmt: skip
+            "the caches are trimmed",
+            "new requests are 503 until it is less",
+            "new requests are accepted again",
+        ]
 
 
 @pytest.mark.control("exhausted_memory")

@@ -1,4 +1,4 @@
-"""A server forked from a fork server starts as one does that an interpreter of its own runs."""
+"""A server from the fork server starts like one that has an interpreter of its own."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ import pytest
 
 from kit.harness import Server, wait_until
 
-# In place of mlx_lm: it tells what a program can see of how it was started.
+# In place of mlx_lm. It writes down all that a program can see of its start.
 LOOKS = """
 import json, os, signal, sys
 print("SITE", flush=True) if "sitecustomize" in sys.modules else None
 json.dump({
-    "path": sys.path, "argv": sys.argv, "orig_argv": sys.orig_argv[1:], "cwd": os.getcwd(), "name": __name__,
+    "path": sys.path, "argv": sys.argv, "orig_argv": sys.orig_argv[1:],
+    "cwd": os.getcwd(), "name": __name__,
     "environ": {k: v for k, v in os.environ.items() if k not in ("_", "LC_CTYPE")},
-    "signals": [str(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)],
+    "signals": [
+        str(signal.getsignal(n))
+        for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+    ],
     "leads": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
-    "descriptors": sorted(n for n in os.listdir("/dev/fd") if int(n) < 3), "tty": [sys.stdin.isatty(), sys.stderr.isatty()],
-    "input": sys.stdin.read(), "heavy": [m for m in ("mlx_lm.server", "mlx.core", "shim", "wrapt") if m in sys.modules],
+    "descriptors": sorted(n for n in os.listdir("/dev/fd") if int(n) < 3),
+    "tty": [sys.stdin.isatty(), sys.stderr.isatty()],
+    "input": sys.stdin.read(),
+    "heavy": [m for m in ("mlx_lm.server", "mlx.core", "shim", "wrapt") if m in sys.modules],
 }, open("seen.json", "w"))
 """
 

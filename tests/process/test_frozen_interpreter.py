@@ -1,4 +1,7 @@
-"""Native code that holds the GIL for ever: only faulthandler's C thread can end that, unless the program uses it itself."""
+"""Native code never releases the GIL: only faulthandler's C thread can end that.
+
+It cannot where the program uses it itself.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ import pytest
 from conftest import FaultyModel
 from kit.harness import Server, expect_zombie, wait_until
 
-DEADLINE = {
-    "MLX_SHIM_GIL_DEADLINE": "6s"
-}  # a busy machine may keep an interpreter waiting for a while
+# A busy machine may keep an interpreter waiting for a while.
+DEADLINE = {"MLX_SHIM_GIL_DEADLINE": "6s"}
 
 
 def frozen(server, model):
@@ -23,7 +25,7 @@ def frozen(server, model):
 @pytest.mark.guard("frozen_interpreter")
 @pytest.mark.control("frozen_interpreter")
 def test_a_frozen_interpreter_ends_with_1(line, tmp_path):
-    """Beside one without the guard, the control, which is frozen for longer."""
+    """The control, without the guard, stays frozen for longer."""
     model, other = (FaultyModel(tmp_path / name, kind="hold_gil") for name in ("faulty", "other"))
     off = DEADLINE | {"MLX_SHIM_FROZEN_INTERPRETER": "0"}
     with (

@@ -1,6 +1,6 @@
-"""Two fuzzers with a fixed seed: over the schema of a request, and over the bytes of a connection; 250 of each a line.
+"""Two fuzzers with a fixed seed: the schema of a request, and the bytes of a connection.
 
-More, with other seeds each time: tests/bench/fuzz.py.
+Each makes 250 tries a line. tests/bench/fuzz.py makes more, with other seeds each time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The generation thread dies: the process must end with 70, where stock leaves a zombie (the negative control)."""
+"""The generation thread dies: the process must end with 70. Stock (the control) leaves a zombie."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SWITCHES = [{"MLX_SHIM": "0"}, {"MLX_SHIM_GENERATION_DEATH": "0"}]
 
 
 def one_of(switches, case, line):
-    """The switches in turn: each line sees every one, and each case sees every one on one of the lines."""
+    """The switches in turn, so that each line and each case sees every one of them."""
     n = [*KILLER_REQUESTS, *EXCEPTIONS].index(case) + LINES.index(line)
     return switches[n % len(switches)]
 

@@ -1,4 +1,4 @@
-"""A limit that is reached ends an idle process with 75, a busy one only at twice the limit, and then by a drain."""
+"""A limit ends an idle process with 75, and a busy one only at twice the limit, by a drain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def recycled(server):
 
 @pytest.mark.guard("grown_process")
 def test_after_so_many_requests_once_it_is_idle(line, faulty, tmp_path):
-    """Four are above 3, whatever was drawn; and below 6."""
+    """Four are above 3 whatever random factor applies, and below 6."""
     model = faulty(kind="none", delay=0.02)
     environ = {"MLX_SHIM_RECYCLE_REQUESTS": "3", "MLX_SHIM_REPORT_DIR": str(tmp_path / "reports")}
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
@@ -84,7 +84,7 @@ GROWING = """
 
 @pytest.mark.guard("grown_process")
 def test_a_footprint(tiny, tmp_path):
-    """1200 MiB are above 1 GiB, whatever was drawn; and below 2 GiB."""
+    """1200 MiB are above 1 GiB whatever random factor applies, and below 2 GiB."""
     trigger, program = tmp_path / "trigger", tmp_path / "program.py"
     program.write_text(textwrap.dedent(GROWING).format(trigger=str(trigger)))
     environ = {"MLX_SHIM_RECYCLE_MEMORY": "1G"}

@@ -1,4 +1,7 @@
-"""The documented HAProxy in front of two servers, whose engines die in turn: its clients, who never try again, see nothing."""
+"""The documented HAProxy before two servers, whose engines die in turn: its clients see nothing.
+
+The clients never try again.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,13 @@ from kit import headline
 from kit.harness import LINES, Inconclusive, Server, clean_environ, free_port, need, wait_until
 from kit.streams import Stream
 
-# What a machine that is busy with other tests takes now and then is no reason to call a server dead, or to start it anew.
+# A machine that is busy with other tests is slow now and then. That is not a reason to call a
+# server dead, or to start it again.
 SHORT = ("timeout connect 2s", "timeout check 2s")
 STALLS = {"MLX_SHIM_DECODE_STALL": "3s", "MLX_SHIM_PREFILL_STALL": "10s"}
 RETRIES = ("option redispatch", "retries ", "retry-on ")
-SOON = 10.0  # seconds; `timeout queue` is a minute
+# Seconds. `timeout queue` is a minute.
+SOON = 10.0
 
 
 STATS = """
@@ -30,13 +35,13 @@ listen stats
 
 
 class Front(Server):
-    """An HAProxy: who answers on its port is somebody else's."""
+    """An HAProxy. The process that answers on its port is not a child of it."""
 
     def __init__(self, port, stats):
         self.port, self.sockets, self._stats = port, [], stats
 
     def sends_to_all(self):
-        """Whether it takes each of its servers for one that is up; it looks at each once a second."""
+        """Whether it says that each of its servers is up. It looks at each once a second."""
         with urllib.request.urlopen(
             f"http://127.0.0.1:{self._stats}/stats;csv", timeout=30
         ) as answer:
@@ -52,9 +57,10 @@ class Front(Server):
 
 @contextlib.contextmanager
 def haproxy(folder, servers, *, retries: bool):
-    """The recipe of docs/haproxy.md with other addresses, and patient; yields a Front, once it listens.
+    """The recipe of docs/haproxy.md, with other addresses and longer timeouts. Yields a Front.
 
-    Without `retries` it is the control, in which it does not tell servers that a client has left either.
+    Without `retries` it is the control. There it does not tell servers either that a client has
+    left.
     """
     port, stats = free_port(), free_port()
     config = headline.recipe("backend servers", "haproxy.md").replace(
@@ -95,7 +101,8 @@ def test_no_client_sees_that_an_engine_died(tmp_path):
     need("haproxy")
     with contextlib.ExitStack() as stack:
         servers = []
-        for line in LINES:  # one of each
+        # One server of each line.
+        for line in LINES:
             model = FaultyModel(tmp_path / line, kind=headline.RAISES, once=True, delay=0.005)
             folder = tmp_path / f"supervised-{line}"
             server = headline.Supervised(line, model, folder, hand_over=False, environ=STALLS)
@@ -112,17 +119,18 @@ def test_no_client_sees_that_an_engine_died(tmp_path):
         for n, kind in enumerate([headline.KILLS, headline.KILLS, headline.STALLS]):
             crowd.settle()
             server, before = servers[n % 2], servers[n % 2].deaths
-            server.die(
-                kind
-            )  # not through HAProxy, which would have the other one die of it as well
+            # Not through HAProxy, which would send the request to the other server as well.
+            server.die(kind)
             assert wait_until(lambda server=server, before=before: server.deaths > before, 60), (
                 server.text()[-3000:]
             )
-            server.ready()  # else the next death may leave none
+            # Else the next death may leave no server.
+            server.ready()
             assert wait_until(front.sends_to_all, headline.PATIENCE)
         assert [crowd.leave(), control.leave()] == [0, 0]
         print(
-            f"\n{crowd.answers} answers; without retries {control.answers} and {len(control.errors)} errors"
+            f"\n{crowd.answers} answers; without retries {control.answers} and "
+            f"{len(control.errors)} errors"
         )
         assert crowd.errors == [], [repr(error.__cause__) for error in crowd.errors] + [
             s.text()[-3000:] for s in servers
@@ -133,12 +141,15 @@ def test_no_client_sees_that_an_engine_died(tmp_path):
 
 
 def who_leaves_is_not_served_any_more(front, bare, servers):
-    """`abortonclose`; without it the server goes on for nobody."""
-    told = lambda what: sum(server.get("/health")[1]["counters"][what] for server in servers)  # noqa: E731
+    """`abortonclose`. Without it the server computes for a client that has left."""
+
+    def told(what):
+        return sum(server.get("/health")[1]["counters"][what] for server in servers)
 
     def leaves(asked, seconds):
         requests, abandoned = told("requests"), told("abandoned")
-        connection = asked.send_and_leave({"prompt": "x", "max_tokens": 500})  # some five seconds
+        # This takes some five seconds.
+        connection = asked.send_and_leave({"prompt": "x", "max_tokens": 500})
         assert wait_until(lambda: told("requests") > requests, 30)
         connection.close()
         return wait_until(lambda: told("abandoned") > abandoned, seconds)
@@ -149,7 +160,7 @@ def who_leaves_is_not_served_any_more(front, bare, servers):
 
 
 def streams_that_have_not_begun(front, server):
-    """One of two goes to the server, and dies of its prompt there: the other server answers it."""
+    """One of two goes to the server, which dies of its prompt: the other server answers it."""
     before = server.deaths
     server.die(headline.RAISES)
     streams = [Stream(front, {"prompt": f"stream {n}", "max_tokens": 50}) for n in range(2)]
@@ -160,7 +171,7 @@ def streams_that_have_not_begun(front, server):
 
 
 def without_a_server(front, servers):
-    """HAProxy says so at once, once it knows: nobody waits for `timeout queue`."""
+    """Once HAProxy knows, it says so at once: no client waits for `timeout queue`."""
     for server in servers:
         server.process.terminate()
     for server in servers:

@@ -1,4 +1,4 @@
-"""The exit comes whatever else is broken: stderr, the hooks, the number of waiting clients, being PID 1."""
+"""The exit comes whatever else is wrong: stderr, the hooks, many waiting clients, being PID 1."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_control_for_hooks(line, tiny, tmp_path):
 UNKNOWN_FACTS = """
 def broken(*_):
     raise RuntimeError("no facts")
-next(module for name, module in sys.modules.items() if name.endswith("shim.engine.crash_report")).facts = broken
+modules = sys.modules.items()
+next(m for name, m in modules if name.endswith("shim.engine.crash_report")).facts = broken
 """
 
 
@@ -123,7 +124,7 @@ def test_stderr_a_dead_pipe(line, tiny, tmp_path):
 
 @pytest.mark.guard("generation_death")
 def test_stderr_a_full_pipe(line, tiny, tmp_path):
-    """The traceback's printer blocks for ever; stock's own log lines would too, so they are off."""
+    """The traceback's printer never returns; stock's log lines, which would block too, are off."""
     reader, writer = os.pipe()
     with Server(
         line, tiny, tmp_path / "log", stderr=writer, args=("--log-level", "CRITICAL")
@@ -181,7 +182,7 @@ def test_as_pid_1(line, tiny, tmp_path):
 
 @pytest.mark.guard("generation_death")
 def test_no_new_thread_can_be_started(line, faulty, tmp_path):
-    """A process out of threads is one that dies: what ends it must not need another."""
+    """A process that is out of threads can die like this: its end must not need another thread."""
     model = faulty(kind="out_of_threads")
     with Server(line, model.path, tmp_path / "log", args=model.args) as server:
         server.ready()

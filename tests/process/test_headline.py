@@ -1,4 +1,4 @@
-"""Deaths in a row under supervisord: with the socket handed over no request is refused, lost or left waiting."""
+"""Deaths in a row under supervisord, which holds the socket: no request is refused or lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kit import headline
 from kit.harness import NEWEST, Inconclusive, wait_until
 from kit.headline import KILLS, RAISES, STALLS
 
-# Each kind twice, and one more. tests/bench/headline.py takes as many as it is told, without the socket as well.
+# Each kind twice, and one more. tests/bench/headline.py plays any number, also without the socket.
 DEATHS = {NEWEST: 7}
 
 
@@ -40,7 +40,10 @@ def test_every_request_is_answered_in_the_end(line, tmp_path):
 @pytest.mark.slow
 @pytest.mark.control("generation_death", "refused_while_down")
 def test_controls_without_the_socket_and_stock_side_by_side(tmp_path):
-    """Without it some are refused meanwhile, and answered as they try again; stock answers nobody any more."""
+    """Without it some are refused meanwhile, and answered when they try again.
+
+    Stock does not answer any more.
+    """
     ways = {"without": {}, "stock": {"MLX_SHIM": "0"}}
     with contextlib.ExitStack() as stack:
         without, stock = (
@@ -62,7 +65,8 @@ def test_controls_without_the_socket_and_stock_side_by_side(tmp_path):
         forsaken.settle()
         stock.die(RAISES)
         assert wait_until(lambda: not stock.model.trigger.exists(), 60)
-        died = time.monotonic() + 1  # what it had answered before may just have arrived
+        # Answers that it had sent before may arrive just now.
+        died = time.monotonic() + 1
         headline.endure(without, crowd, [RAISES])
         assert crowd.leave() == 0
         assert crowd.errors == []

@@ -1,4 +1,4 @@
-"""What the heart does where it sees less: each way of seeing a death or a stall, with those above it taken away."""
+"""The heart where it sees less: each way to see a death or a stall, without those above it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHORT = {
     "MLX_SHIM_EXIT_GRACE": "10s",
 }
 
-# No queue of the server is a queue.Queue: nothing of what is delivered can be seen.
+# No queue of the server is a queue.Queue: no delivery can be seen.
 OTHER_QUEUES = """
     import queue
     import mlx_lm.server as server
@@ -31,7 +31,7 @@ BYPASSED = """
     generator._tokenize = inspect.unwrap(generator._tokenize)
     server.main()
 """
-# The loop is a function that nobody has wrapped, and what it raises is swallowed outside, or is not.
+# No wrapper is on the loop, and an exception from it is swallowed outside, or is not.
 UNWRAPPED = """
     import inspect, threading
     import mlx_lm.server as server

@@ -1,4 +1,4 @@
-"""With MLX_SHIM_CACHE_LIMIT=0 MLX keeps no memory of freed arrays; in stock it does (the control)."""
+"""With MLX_SHIM_CACHE_LIMIT=0 MLX keeps no memory of freed arrays; stock (the control) does."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from kit.harness import REPO, Inconclusive, Server, wait_until
 from kit.models.big_model import big_kv_model
 
 METER = str(REPO / "tests" / "kit" / "programs" / "memory_meter.py")
-LEAST_KEPT = 1_000_000  # bytes; stock keeps tens of times as much
+# Bytes. Stock keeps tens of times as much.
+LEAST_KEPT = 1_000_000
 NONE = {"MLX_SHIM_CACHE_LIMIT": "0"}
 
 
 def kept(line, model, log, environ):
-    """The most bytes in MLX's pool between two turns of the generation loop, over a few requests."""
+    """The most bytes in MLX's pool between two turns of the loop, over a few requests."""
     with Server(line, model, log, entry=(METER,), environ=environ) as server:
         server.ready()
         for n in range(3):

@@ -1,4 +1,7 @@
-"""Every family of models that advances an ArraysCache: the same tokens and logprobs as stock, bit for bit, and no leak."""
+"""Every family of models that advances an ArraysCache: no leak, and the same bits as stock.
+
+The tokens and the logprobs are compared.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,20 @@ from kit.families import FAMILIES, IMPOSSIBLE
 from kit.harness import LINES, REPO, VENVS, Inconclusive, clean_environ, python_of
 
 OFF = {"MLX_SHIM_LEAKING_ADVANCE": "0", "MLX_SHIM_LEAKING_OFFSET": "0"}
-# Tokens of a run, and where its memory is looked at: between two of the steps, of 256 tokens, by which KV caches grow.
+# Tokens of a run, and the first and last token at which its memory is looked at. Both are between
+# two of the steps of 256 tokens by which KV caches grow.
 SHORT = (512, 305, 505)
 LONG = (2000, 1570, 1770)
-# One of each way to leak: three linear layers, four, and three of a model that asks for `offset` as well.
+# One of each way to leak: three linear layers, four, and three of a model that also uses `offset`.
 LONG_RUNS = {("0.32.2", "qwen3_next"), ("0.32.2", "mamba2"), ("0.32.2", "nemotron_h")}
 
-# Four prompts of different lengths, so that padding is real; three leave early, one joins in the middle, and one
-# continues from the cache of a request that has left. Then one goes on alone, and memory is looked at.
+# Four prompts of different lengths, so that there is padding. Three leave early, one joins in the
+# middle, and one continues from the cache of a request that has left. Then one goes on alone, and
+# its memory is looked at.
 BATCH = """
     import copy, hashlib, json, os, sys
-    if hasattr(os, "sched_setaffinity"):  # its two threads take turns: on one core they need a fifth less of it
+    # Its two threads take turns: on one core they need a fifth less processor time.
+    if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
     import mlx.core as mx
@@ -34,7 +40,8 @@ BATCH = """
     TOKENS, FIRST, LAST = map(int, sys.argv[3:6])
     model = build(sys.argv[2])
     generator = BatchGenerator(model)
-    prompts = [[(5 * n + 3 * i) % 60 + 1 for i in range(length)] for n, length in enumerate((3, 9, 17, 5))]
+    lengths = (3, 9, 17, 5)
+    prompts = [[(5 * n + 3 * i) % 60 + 1 for i in range(l)] for n, l in enumerate(lengths)]
     uids = generator.insert(prompts, max_tokens=[TOKENS, 40, 25, 60])
     seen = {uid: hashlib.sha256() for uid in uids}
     tokens = {uid: [] for uid in uids}
@@ -45,19 +52,24 @@ BATCH = """
             seen[r.uid].update(np.array(r.logprobs.astype(mx.float32)).tobytes())
             if r.finish_reason is not None:
                 left += 1
-                if left == 1:  # joins in the middle
+                # This one joins in the middle.
+                if left == 1:
                     new = generator.insert([[7, 8, 9, 10]], max_tokens=[30])
-                if left == 2:  # reuses the cache of the one that leaves
+                # This one reuses the cache of the one that leaves.
+                if left == 2:
                     cache = copy.deepcopy(r.prompt_cache)
-                    new = generator.insert([[11, 12]], max_tokens=[30], caches=[cache], all_tokens=[list(r.all_tokens)])
+                    new = generator.insert(
+                        [[11, 12]], max_tokens=[30], caches=[cache], all_tokens=[list(r.all_tokens)]
+                    )
                 if left in (1, 2):
                     seen[new[0]], tokens[new[0]] = hashlib.sha256(), []
         if FIRST <= len(tokens[uids[0]]) < LAST:
-            mx.synchronize()  # the next step is under way already: let its temporaries go
+            # The next step is under way already: let its temporaries go.
+            mx.synchronize()
             net.append(mx.get_active_memory() - generator.prompt_cache_nbytes)
     print(json.dumps({
         "tokens": tokens, "logprobs": {uid: h.hexdigest() for uid, h in seen.items()},
-        # The least of each half: what comes and goes is not what stays.
+        # The least of each half, because temporaries come and go.
         "leak": (min(net[100:]) - min(net[:100])) / 100,
         "arrays": sum(type(c).__name__ == "ArraysCache" for c in model.make_cache()),
     }))
@@ -102,12 +114,12 @@ CASES = [
 @pytest.mark.parametrize(("line", "family"), CASES)
 def test_a_family(line, family):
     ours, stock = run(line, family), run(line, family, **OFF)
-    if (
-        ours["leak"] >= 2 or stock["leak"] < 3
-    ):  # a busy machine's temporaries, or a leak: that shows each time
+    # A busy machine's temporaries, or a leak: a leak shows each time.
+    if ours["leak"] >= 2 or stock["leak"] < 3:
         ours, stock = run(line, family), run(line, family, **OFF)
     print(
-        f"{line} {family}: bytes a token, stock {stock['leak']:g}, ours {ours['leak']:g} ({ours['arrays']} layers)"
+        f"{line} {family}: bytes a token, stock {stock['leak']:g}, ours {ours['leak']:g} "
+        f"({ours['arrays']} layers)"
     )
     assert ours["tokens"] == stock["tokens"]
     assert ours["logprobs"] == stock["logprobs"], "bit for bit"
@@ -123,7 +135,8 @@ def test_no_family_is_forgotten(line):
     assert callers <= set(FAMILIES) | set(IMPOSSIBLE)
 
 
-# Metal's cap in small: buffers of four bytes that nobody drains, counted between two growths of the KV cache.
+# Metal's cap in small: buffers of four bytes that are never freed, counted between two growths of
+# the KV cache.
 CAP = """
     import json, sys
     import mlx.core as mx
@@ -140,7 +153,7 @@ CAP = """
         if tokens >= 260:
             mx.synchronize()
             held.append(mx.get_active_memory() - generator.prompt_cache_nbytes)
-            # What comes and goes is no buffer that stays: the least of the last few counts.
+            # Temporary buffers come and go: the least of the last few counts.
             if len(held) > 20 and (min(held[-10:]) - min(held[:10])) / 4 >= limit:
                 died = tokens - 260
     print(json.dumps([sum(type(c).__name__ == "ArraysCache" for c in model.make_cache()), died]))

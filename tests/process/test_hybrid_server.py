@@ -1,4 +1,4 @@
-"""A hybrid model through the stock server: the same answers as stock over turns of a conversation, with cache hits."""
+"""A hybrid model in the stock server: a conversation with cache hits has the answers of stock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model(line, tmp_path):
 
 
 def conversation(server, seed=None):
-    """What each turn answered, and how many of its prompt's tokens came from the cache."""
+    """The answer of each turn, and how many of its prompt's tokens came from the cache."""
     answers, prompt = [], "Once upon a time there was a long prompt. "
     for turn in range(TURNS):
         body = {"prompt": prompt, "max_tokens": 20, "logprobs": True} | (
@@ -32,7 +32,7 @@ def conversation(server, seed=None):
         choice = answer["choices"][0]
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         answers.append([choice["text"], choice["logprobs"]["content"], cached])
-        # What was said is noise of bytes, not all of it text: the next turn goes on from the prompt alone.
+        # The answer is noise, and not all of it is text. So the next turn goes on from the prompt.
         prompt += f"And turn {turn} of it went on. "
     return answers
 
@@ -51,7 +51,10 @@ def test_turns_with_cache_hits_answer_as_stock(line, model, tmp_path, seed):
 
 
 def chat_turns(line, model, tmp_path):
-    """Cached tokens of each turn of a chat: its prefix up to the user's last message is an entry of the cache."""
+    """Cached tokens of each turn of a chat.
+
+    Its prefix up to the user's last message is an entry of the cache.
+    """
     cached, messages = [], [{"role": "system", "content": "Be brief. " * 10}]
     with Server(line, model, tmp_path / "chat") as server:
         server.ready()
@@ -67,7 +70,7 @@ def chat_turns(line, model, tmp_path):
 
 
 def test_speculative_decoding_does_not_use_that_cache(line, model, tmp_path):
-    """It needs caches that can be trimmed, and refuses others: there is nothing to guard on that path."""
+    """It needs caches that can be trimmed, and refuses others, so there is nothing to guard."""
     with Server(line, model, tmp_path / "log", args=("--draft-model", str(model))) as server:
         assert wait_until(lambda: "Starting httpd" in server.text(), START)
         status, answer = server.post({"prompt": "some text", "max_tokens": 5})

@@ -1,4 +1,7 @@
-"""`ArraysCache.advance` leaks nothing under the shim, in every release; stock leaks four bytes a call (the control)."""
+"""`ArraysCache.advance` leaks nothing under the shim, in every release.
+
+Stock leaks four bytes a call (the control).
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,14 @@ OFF = {"MLX_SHIM_LEAKING_ADVANCE": "0"}
 
 
 def run(release, code, *arguments, **environ):
-    """What a program prints as JSON on its last line, under the shim."""
+    """The JSON that a program prints on its last line, under the shim."""
     child = subprocess.run(
-        [python_of(release), "-c", textwrap.dedent(code), *arguments], capture_output=True, text=True, check=False,
+        [python_of(release), "-c", textwrap.dedent(code), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
         env=clean_environ(**({"PYTHONPATH": str(REPO)} | environ)),
-    )  # fmt: skip
+    )
     assert child.returncode == 0, child.stderr
     assert child.stderr == ""
     return json.loads(child.stdout.splitlines()[-1])
@@ -59,7 +65,8 @@ def test_twenty_thousand_advances(release):
     assert ours["values"] == [[3 - 20_000, -20_000], [0, 0]]
     stock = run(release, ADVANCES, **OFF)
     assert stock["values"] == ours["values"]
-    if stock["False"] != 8.0:  # four bytes a call and field: both are set here
+    # Four bytes a call and field. Both fields are set here.
+    if stock["False"] != 8.0:
         raise Inconclusive(f"stock grew by {stock['False']} bytes a call")
 
 
@@ -104,7 +111,8 @@ EQUIVALENCE = """
         note("pickled", pickle.loads(pickle.dumps(a)))
         note("extracted", a.extract(1))
         note("merged", kind.merge([kind(2), kind(2)]))
-        a.lengths = a.lengths - 1  # as a model may assign
+        # As a model may assign.
+        a.lengths = a.lengths - 1
         a.advance(1)
         note("assigned", a)
         a.advance(mx.array(2))
@@ -112,7 +120,8 @@ EQUIVALENCE = """
         state = a.state
         try:
             again = kind.from_state(state)
-        except TypeError:  # until 0.31.3 it wanted the other state too
+        # Until 0.31.3 it wanted the other state too.
+        except TypeError:
             again = kind.from_state(state, a.meta_state)
         note("from state", again)
         a.finalize()
@@ -155,7 +164,8 @@ def test_it_retires_where_upstream_is_cured():
         sys.meta_path.append(Cure())
         sys.meta_path.remove(m.PathFinder); sys.meta_path.append(m.PathFinder)
         import mlx_lm.models.cache, json
-        report = next(module for name, module in sys.modules.items() if name.endswith("shim.core.report"))
+        modules = sys.modules.items()
+        report = next(m for name, m in modules if name.endswith("shim.core.report"))
         print(json.dumps(str(report.states["leaking_advance"])))
     """
     calm = cured.replace("ADVANCE", "lambda self, n: None")
@@ -175,7 +185,8 @@ MANY = """
     cache[0] = mx.zeros((3, 2))
     mx.eval(cache[0], cache.left_padding)
     sizes = []
-    for turn in range(400):  # a request joins and one leaves, in a batch that is never empty
+    # A request joins and one leaves, in a batch that is never empty.
+    for turn in range(400):
         other = ArraysCache(1, left_padding=[0])
         other[0] = mx.zeros((1, 2))
         cache.extend(other)

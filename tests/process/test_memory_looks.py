@@ -1,4 +1,4 @@
-"""A look at memory: what it costs, that it waits for nothing and starts nothing, and who takes it how often."""
+"""A look at memory: its cost, that it waits for nothing and starts nothing, who looks how often."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import pytest
 from kit.harness import NEWEST, REPO, Server, clean_environ, python_of
 from kit.streams import Stream
 
-MOST = 0.001  # seconds of a core, at one look a second: 0.1 %
+# Seconds of a core. At one look a second that is 0.1 %.
+MOST = 0.001
 
 
 @pytest.mark.guard("exhausted_memory")
 def test_a_look_costs_little_waits_for_no_product_and_starts_no_process(line):
-    """The guard's own, with the mlx of either line. The product takes seconds; a look that waited for it would as well."""
+    """The guard's own look, with the mlx of either line.
+
+    The product takes seconds. A look that waited for it would take as long.
+    """
     program = REPO / "tests" / "kit" / "programs" / "memory_looks.py"
     done = subprocess.run(
         [python_of(line), str(program)],
@@ -30,7 +34,8 @@ def test_a_look_costs_little_waits_for_no_product_and_starts_no_process(line):
     seen = json.loads(done.stdout)
     looks, took = seen["looks"], seen["took"]
     print(
-        f"{line}: {seen['below'] * 1e6:.0f} us below soft, {seen['above'] * 1e6:.0f} above; beside {took:.1f} s of MLX "
+        f"{line}: {seen['below'] * 1e6:.0f} us below soft, {seen['above'] * 1e6:.0f} above; "
+        f"beside {took:.1f} s of MLX "
         f"{len(looks)} looks, the longest {max(looks) * 1e3:.0f} ms"
     )
     assert seen["below"] < MOST
@@ -47,7 +52,7 @@ def test_a_look_costs_little_waits_for_no_product_and_starts_no_process(line):
 
 @pytest.mark.guard("exhausted_memory")
 def test_once_a_second_by_the_watchdog_whatever_is_generated(faulty, tmp_path):
-    """And by nobody else, while some hundred tokens are made: nothing of it is in their way."""
+    """No other thread looks, while some hundred tokens are made, so no look delays them."""
     model = faulty(kind="none", delay=0.01)
     entry = (str(REPO / "tests" / "kit" / "programs" / "counted_looks.py"),)
     environ = {"MLX_SHIM_MEMORY_SOFT": "90%", "MLX_SHIM_MEMORY_HARD": "95%"}

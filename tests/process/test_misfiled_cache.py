@@ -1,4 +1,4 @@
-"""Beside a draft model the prompt cache changes no answer; in stock it does (control)."""
+"""With a draft model the prompt cache changes no answer; in stock it does (control)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ COLD = ("--prompt-cache-size", "0")
 
 
 def said(server):
-    """What is said to the same prompt again, and to others that share its beginning; and how many tokens were cached."""
+    """The answers to a prompt, to it again, and to others with the same beginning.
+
+    And how many tokens of each were cached.
+    """
     prompts = (PROMPT, PROMPT, PROMPT[:-20] + "something else", PROMPT + "and", PROMPT)
     answers = [server.post({"prompt": prompt, "max_tokens": 12})[1] for prompt in prompts]
     texts = [answer["choices"][0]["text"] for answer in answers]

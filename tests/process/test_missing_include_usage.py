@@ -1,4 +1,4 @@
-"""A stream whose options do not name include_usage is complete; in stock it is cut before [DONE] (the control)."""
+"""A stream whose options do not name include_usage is complete; stock cuts it before [DONE]."""
 
 from __future__ import annotations
 

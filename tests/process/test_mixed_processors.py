@@ -1,7 +1,7 @@
 """Requests with and without logits processors in one batch: each gets the tokens it gets alone.
 
-In stock 0.31.3 (the controls) the generation thread dies of it, or the processors of one that joins later are not
-applied. From 0.32 the guard is retired and the same tests hold.
+In stock 0.31.3 (the controls) the generation thread dies of it, or the processors of one that joins
+later are not applied. From 0.32 the guard is retired and the same tests hold.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from kit.streams import Stream
 from shim.engine import fatal
 
 OFF = {"MLX_SHIM_MIXED_PROCESSORS": "0"}
-OLD = LINES[0]  # the one that has the defect
+# The line that has the defect.
+OLD = LINES[0]
 CHUNK = 16
 
 BATCHES = """
@@ -32,13 +33,16 @@ BATCHES = """
 
     class Batch:
         def __init__(self, samplers):
-            self.generator, self.tokens, self.running = BatchGenerator(model, prefill_step_size=16), {}, set()
+            self.generator = BatchGenerator(model, prefill_step_size=16)
+            self.tokens, self.running = {}, set()
             self.samplers = samplers
 
         def insert(self, start, length, n, processors):
             prompt = [(start * i + 3 * start) % 200 for i in range(length)]
             samplers = [greedy] if self.samplers else None
-            (uid,) = self.generator.insert([prompt], [n], samplers=samplers, logits_processors=[processors])
+            (uid,) = self.generator.insert(
+                [prompt], [n], samplers=samplers, logits_processors=[processors]
+            )
             self.running.add(uid)
             return uid
 
@@ -63,8 +67,10 @@ BATCHES = """
     def both_in_prefill(samplers):
         batch = Batch(samplers)
         batch.insert(*plain)
-        batch.step()  # half of its prompt
-        batch.insert(*other)  # it is past its own in the same step
+        # Half of its prompt.
+        batch.step()
+        # This one ends its own prompt in the same step.
+        batch.insert(*other)
         return batch.finish()
 
     def joins_later(samplers):
@@ -91,9 +97,12 @@ BATCHES = """
 
 def batches(line, model, **environ):
     child = subprocess.run(
-        [python_of(line), "-c", textwrap.dedent(BATCHES), str(model)], capture_output=True, text=True, check=False,
+        [python_of(line), "-c", textwrap.dedent(BATCHES), str(model)],
+        capture_output=True,
+        text=True,
+        check=False,
         env=clean_environ(**({"PYTHONPATH": str(REPO)} | environ)),
-    )  # fmt: skip
+    )
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout.splitlines()[-1])
 
@@ -114,7 +123,10 @@ def test_batches_that_mix(line, tiny):
 
 
 def meet(server):
-    """A plain request, and one with a penalty that is admitted while the plain one has one chunk of its prompt to go."""
+    """A plain request, and one with a penalty.
+
+    The second is admitted while the first has one chunk of its prompt to go.
+    """
     plain = Stream(server, {"prompt": "p" * (3 * CHUNK + 1), "max_tokens": 20})
     assert wait_until(lambda: any(f"keepalive {CHUNK}/" in line for line in plain.lines), 60, 0.01)
     other = Stream(server, {"prompt": "penalty", "max_tokens": 12, "repetition_penalty": 1.7})
@@ -124,8 +136,8 @@ def meet(server):
 @pytest.mark.guard("mixed_processors")
 @pytest.mark.control("mixed_processors")
 def test_over_http(line, faulty, tmp_path):
-    # Longer than the half second for which stock computes before it looks for the next request, and long enough for that
-    # request to arrive meanwhile.
+    # Longer than the half second for which stock computes before it looks for the next request, and
+    # long enough for that request to arrive meanwhile.
     model = faulty(kind="none", prefill_delay=1.5)
     model.hurry()
     arguments = (*model.args, "--prefill-step-size", str(CHUNK), "--prompt-cache-size", "0")

@@ -1,4 +1,4 @@
-"""A slow but living server trips nothing; a suspended one neither; a mixed load leaves nothing behind."""
+"""A slow or suspended server raises no alarm, and a mixed load leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from kit.streams import Stream
 
 # The limits of the contract, 120 s and 600 s, with time running forty times as fast.
 FAST = {"MLX_SHIM_DECODE_STALL": "3s", "MLX_SHIM_PREFILL_STALL": "15s"}
-# Seconds, for the newest line; a quarter for the other. The suite has a short one, a release a long one.
+# Seconds, for the newest line; a quarter for the other. It is short in the suite, and long for a
+# release.
 SOAK = float(os.environ.get("MLX_LM_SHIM_SOAK", "60"))
 
 
@@ -36,7 +37,7 @@ def test_one_token_in_three_quarters_of_the_limit(line, faulty, tmp_path):
 
 @pytest.mark.guard("stall")
 def test_a_long_prefill_step_of_others_beside_one_in_decode(line, faulty, tmp_path):
-    """Each step takes far longer than DECODE_STALL, and prefills somebody."""
+    """Each step takes far longer than DECODE_STALL, and prefills a prompt."""
     model = faulty(kind="none", prefill_delay=5.0)
     args = (*model.args, "--prefill-step-size", "64")
     with Server(line, model.path, tmp_path / "log", args=args, environ=FAST) as server:
@@ -50,7 +51,7 @@ def test_a_long_prefill_step_of_others_beside_one_in_decode(line, faulty, tmp_pa
 
 @pytest.mark.guard("stall")
 def test_many_arrive_during_one_long_step(line, faulty, tmp_path):
-    """Each is taken up between two steps: that is a delivery to it, and no step of the one in decode."""
+    """Stock takes up each between two steps: a delivery to it, no step for the one in decode."""
     model = faulty(kind="none", prefill_delay=4.0)
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=FAST) as server:
         decoding = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
@@ -86,7 +87,8 @@ def test_many_queued_behind_one(line, faulty, tmp_path):
         alone = Stream(server.ready(), {"prompt": "x", "max_tokens": 400, "seed": 1})
         assert alone.first.wait(30)
         queued = []
-        for n in range(64):  # the stock server listens with a backlog of five
+        # The stock server listens with a backlog of five.
+        for n in range(64):
             queued.append(Stream(server, {"prompt": f"{n} q", "max_tokens": 2}))
             time.sleep(0.02)
         assert alone.join().done
@@ -145,7 +147,7 @@ def test_while_loading_reject(line, faulty, tmp_path):
 
 @pytest.mark.guard("stall")
 def test_a_suspended_process(line, faulty, tmp_path):
-    """SIGSTOP for longer than the limit, SIGCONT: a jump of the clock is no stall."""
+    """SIGSTOP for longer than the limit, SIGCONT: a jump of the clock is not a stall."""
     model = faulty(kind="none", delay=0.05)
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=FAST) as server:
         stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
@@ -166,17 +168,19 @@ def test_a_suspended_process(line, faulty, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 @pytest.mark.parametrize(("line", "seconds"), [(NEWEST, SOAK), (LINES[0], SOAK / 4)])
 def test_a_soak_leaves_nothing_behind(line, faulty, tmp_path, seconds):
-    """Mixed streams, disconnects and bad requests: no alarm, and threads and ledger return to where they were."""
+    """Mixed streams, disconnects and bad requests: no alarm, and no thread or entry is left."""
     environ = {
         "MLX_SHIM_DECODE_STALL": "20s",
         "MLX_SHIM_PREFILL_STALL": "20s",
         "MLX_SHIM_SELF_CHECK": "1",
     }
-    model = faulty(kind="none", delay=0.01)  # it is not about the processor
+    # The processor is not the subject.
+    model = faulty(kind="none", delay=0.01)
     args = (*model.args, "--log-level", "ERROR")
     with Server(line, model.path, tmp_path / "log", environ=environ, args=args) as server:
         server.ready()
-        load(server, 4)  # whatever MLX and the tokenizer start once is there
+        # Then all that MLX and the tokenizer start once has started.
+        load(server, 4)
         time.sleep(1.5)
         threads = thread_count(server)
         statuses = load(server, seconds)

@@ -1,4 +1,4 @@
-"""Only the death of the generation thread ends the process. What merely looks like it does not."""
+"""Only the death of the generation thread ends the process. Errors that look like it do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With a key file nobody is served without the key; without the guard anyone is (the negative control)."""
+"""With a key file no client is served without the key; without the guard any is (the control)."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def key_file(tmp_path) -> Path:
 
 
 def said_to(server, raw):
-    """What a connection gives for these bytes, until the server closes it."""
+    """The answer on a connection to these bytes, until the server closes it."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as s:
         s.sendall(raw)
         return b"".join(iter(lambda: s.recv(65536), b"")).decode(errors="replace")
 
 
-# Requests that bring no key. What of stock answers them may differ; that nothing is done for them may not.
+# Requests that bring no key. Different parts of stock may answer them, but none may do any work for
+# them.
 BODY = b'{"prompt": "x", "max_tokens": 1}'
 POST = b" HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(BODY)
 TURNED_AWAY = {
@@ -55,7 +56,9 @@ TURNED_AWAY = {
     + POST
     + b"Authorization: Bearer x\r\nAuthorization: Bearer y\r\n\r\n"
     + BODY,
-    "a body announced and never sent": b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9999999\r\n\r\n",
+    "a body announced and never sent": (
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9999999\r\n\r\n"
+    ),
     "no length": b"POST /v1/completions HTTP/1.1\r\n\r\n",
     "models": b"GET /v1/models HTTP/1.1\r\n\r\n",
     "models/": b"GET /v1/models/ HTTP/1.1\r\n\r\n",
@@ -111,10 +114,8 @@ def check_that_it_opens(server):
     stranger = openai.OpenAI(
         base_url=f"http://127.0.0.1:{server.port}/v1", api_key=WRONG, max_retries=0
     )
-    for prompt in (
-        "p",
-        "large " * 2_000_000,
-    ):  # far beyond the sockets' buffers: it is answered all the same
+    # The second is far larger than the sockets' buffers: it is answered all the same.
+    for prompt in ("p", "large " * 2_000_000):
         with pytest.raises(openai.AuthenticationError) as turned_away:
             stranger.completions.create(model="default_model", prompt=prompt)
         assert turned_away.value.code == "invalid_api_key"
@@ -147,9 +148,12 @@ def check_that_nothing_tells_the_key(server):
 def test_nobody_gets_in_without_the_key(line, faulty, key_file, tmp_path):
     model = faulty(kind="RuntimeError", delay=0.02)
     environ = {
-        "MLX_SHIM_API_KEY_FILE": f" {key_file} ", "MLX_SHIM_DEBUG": "1", "MLX_SHIM_REPORT_DIR": str(tmp_path / "reports"),
-        "HF_HUB_CACHE": str(tmp_path),  # stock lists what is in there, and fails where there is none
-    }  # fmt: skip
+        "MLX_SHIM_API_KEY_FILE": f" {key_file} ",
+        "MLX_SHIM_DEBUG": "1",
+        "MLX_SHIM_REPORT_DIR": str(tmp_path / "reports"),
+        # Stock lists its contents, and fails where it does not exist.
+        "HF_HUB_CACHE": str(tmp_path),
+    }
     arguments = (*model.args, "--log-level", "DEBUG")
     with Server(line, model.path, tmp_path / "log", args=arguments, environ=environ) as server:
         server.headers = dict(BEARER)
@@ -199,9 +203,13 @@ def test_doctor_says_so(key_file):
         ),
     ):
         answer = subprocess.run(
-            [python_of(NEWEST), "-m", "shim", "doctor"], capture_output=True, text=True, check=False, cwd=REPO,
+            [python_of(NEWEST), "-m", "shim", "doctor"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=REPO,
             env=clean_environ(PYTHONPATH=str(REPO), **environ),
-        )  # fmt: skip
+        )
         assert (answer.returncode, says in answer.stdout) == (status, True), answer.stdout
         assert KEY not in answer.stdout + answer.stderr
 

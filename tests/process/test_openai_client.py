@@ -32,9 +32,8 @@ def test_the_openai_client(line, faulty, tmp_path):
         )
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="/no/such/model", prompt="x")
-        client.completions.create(
-            model="default_model", prompt="x", max_tokens=1
-        )  # loads it again; served alone
+        # Loads it again. Served alone.
+        client.completions.create(model="default_model", prompt="x", max_tokens=1)
         stream = client.completions.create(
             model="default_model", prompt="x", max_tokens=5000, stream=True
         )

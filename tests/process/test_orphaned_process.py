@@ -1,4 +1,7 @@
-"""Whatever ends main while the generation thread lives ends the process; and a model that never loads is 78, not 70."""
+"""When main ends while the generation thread lives, the process ends, whatever the reason.
+
+A model that never loads is 78, not 70.
+"""
 
 from __future__ import annotations
 
@@ -97,9 +100,11 @@ PROGRAM = """
     import sys, threading, time
     import mlx_lm.server as server
     sys.argv[1:] = []
-    class Args:  # what ModelProvider asks of the command line
-        model = None; adapter_path = None; draft_model = None; trust_remote_code = False; chat_template = ""
-        pipeline = False; use_default_chat_template = False; prompt_cache_bytes = None; kv_bits = None
+    # The arguments of the command line that ModelProvider uses.
+    class Args:
+        model = None; adapter_path = None; draft_model = None; trust_remote_code = False
+        chat_template = ""; pipeline = False; use_default_chat_template = False
+        prompt_cache_bytes = None; kv_bits = None
     generator = server.ResponseGenerator(server.ModelProvider(Args()), server.LRUPromptCache(10))
     time.sleep(0.5)
     {ending}
@@ -145,7 +150,8 @@ def test_an_orderly_stop_is_no_death(line, tiny, tmp_path):
 
 @pytest.mark.guard("orphaned_process")
 def test_an_orderly_stop_with_a_stream_open_is_no_death(line, tiny, tmp_path):
-    environ = {"MLX_SHIM_ABRUPT_STOP": "0"}  # stock's own, whose teardown aborts now and then
+    # Stock's own stop, whose teardown aborts now and then.
+    environ = {"MLX_SHIM_ABRUPT_STOP": "0"}
     with Server(line, tiny, tmp_path / "log", environ=environ) as server:
         stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
         stream.first.wait(60)

@@ -1,4 +1,7 @@
-"""What stock wires, with a stand-in for Metal, which no machine of ours has: the real server asks it, and is held."""
+"""The memory that stock wires, with a stand-in for Metal, which the test machines do not have.
+
+The real server asks it to wire, and the guard holds it back.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from kit.harness import VENVS, Inconclusive, Server, wait_until
 GIB = 2**30
 RECOMMENDED = 48 * GIB
 
-# Metal's part in mlx.core, before anybody has imported it. What is asked of it goes to a file.
+# Metal's part in mlx.core, before any module has imported it. It writes the requests to a file.
 METAL = """
 import json, pathlib, sys
 import mlx.core as mx
@@ -35,7 +38,10 @@ mlx_lm.server.main()
 
 
 def asked(line, tiny, folder, wired):
-    """What Metal was asked to wire, in order, by a start, a request in a batch and one that is served alone."""
+    """The sizes that Metal was asked to wire, in order.
+
+    By a start, a request in a batch, and one that is served alone.
+    """
     program, said = folder / "metal.py", folder / "said"
     program.write_text(METAL)
     environ = {"MLX_SHIM": "0"} if wired is None else {"MLX_SHIM_WIRED": wired}
@@ -76,7 +82,7 @@ def test_control_stock_wires_all(wired, line, tiny, tmp_path):
 
 @pytest.mark.guard("overwired_memory")
 def test_no_call_site_is_unknown(line):
-    """Whatever in mlx_lm calls it is one of those that are held, or trains."""
+    """All code in mlx_lm that calls it is guarded, or trains."""
     package = next((VENVS / line / "lib").glob("python3*")) / "site-packages" / "mlx_lm"
     sites = {
         str(path.relative_to(package))
@@ -111,7 +117,10 @@ def test_who_else_uses_mlx_is_left_alone(line, tiny, tmp_path):
 
 @pytest.mark.guard("hoarded_buffers")
 def test_mlx_has_its_own_limits(line, tiny, tmp_path):
-    """MLX_SHIM_CACHE_LIMIT and _MEMORY_LIMIT arrive in mlx; unset, nothing is called. Above the latter it takes more all the same."""
+    """MLX_SHIM_CACHE_LIMIT and _MEMORY_LIMIT arrive in mlx; unset, nothing is called.
+
+    MLX takes more than the latter all the same.
+    """
     program = Path(tmp_path / "limits.py")
     program.write_text(
         "import sys, mlx.core as mx, mlx_lm.server, atexit\n"

@@ -1,4 +1,7 @@
-"""Programs that use stock's generator in ways of their own: each was once taken for one that had died or stalled."""
+"""Programs that use stock's generator in ways of their own.
+
+The shim once took each for one that had died or stalled.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from kit.harness import REPO, clean_environ, free_port, run_program
 
 SHORT = {"MLX_SHIM_DECODE_STALL": "2s", "MLX_SHIM_PREFILL_STALL": "3s", "MLX_SHIM_CRASH_LOOP": "0"}
 
-# What every program begins with: a generator of the tiny model, a request, and HTTP where it is asked for.
+# Every program begins with this: a generator of the tiny model, a request, and functions for HTTP.
 PRELUDE = """
 import http.client, json, os, queue, sys, threading, time
 import mlx.core as mx
@@ -38,8 +41,9 @@ def arguments(tokens):
     return server.GenerationArguments(
         model=server.ModelDescription("default_model", "default_model", None),
         sampling=server.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.1),
-        logits=server.LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20), stop_words=[], max_tokens=tokens,
-        num_draft_tokens=3, logprobs=False, top_logprobs=-1, seed=None, chat_template_kwargs=None)
+        logits=server.LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
+        stop_words=[], max_tokens=tokens, num_draft_tokens=3, logprobs=False, top_logprobs=-1,
+        seed=None, chat_template_kwargs=None)
 
 def tokens(generator, n=4):
     return len(list(generator.generate(request(), arguments(n))[1]))
@@ -55,7 +59,8 @@ def health():
     return json.loads(connection.getresponse().read())
 
 def serve(generator):
-    handle = lambda *args, **named: server.APIHandler(generator, *args, system_fingerprint="f", **named)
+    def handle(*args, **named):
+        return server.APIHandler(generator, *args, system_fingerprint="f", **named)
     http_server = server.ThreadingHTTPServer(("127.0.0.1", PORT), handle)
     threading.Thread(target=http_server.serve_forever, daemon=True).start()
 """
@@ -66,7 +71,8 @@ PROGRAMS = {
         try:
             1 / 0
         except ZeroDivisionError as error:
-            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, None)))
+            told = (type(error), error, error.__traceback__, None)
+            threading.excepthook(threading.ExceptHookArgs(told))
         assert tokens(generator) == 4
         generator.stop_and_join()
     """,
@@ -76,7 +82,9 @@ PROGRAMS = {
                 super().__init__(*args)
                 made.append(self)
         made, generator = [], make()
-        thread = threading.Thread(target=lambda: server._run_http_server("127.0.0.1", PORT, generator, Own))
+        thread = threading.Thread(
+            target=lambda: server._run_http_server("127.0.0.1", PORT, generator, Own)
+        )
         thread.start()
         while not made:
             time.sleep(0.05)
@@ -166,7 +174,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("shim", [True, False], ids=["shim", "stock"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_healthy_program_comes_to_its_end(line, tiny, tmp_path, program, shim):
-    """Beside stock, which shows that the program itself is sound."""
+    """Stock runs it as well, which shows that the program itself is sound."""
     path = tmp_path / "program.py"
     path.write_text(
         PRELUDE

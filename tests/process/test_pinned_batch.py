@@ -1,4 +1,7 @@
-"""An entry of the prompt cache owns the bytes it is counted with; in stock it pins the batch it came from (the control)."""
+"""An entry of the prompt cache owns the bytes that are counted for it.
+
+In stock it pins the batch it came from (the control).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import pytest
 from kit.harness import LINES, REPO, Inconclusive, clean_environ, python_of
 from shim.cli import tiny_model
 
-# Eight requests of different lengths in one batch, inserted as mlx_lm.server inserts them, one cache after another.
+# Eight requests of different lengths in one batch, inserted one cache after another, as
+# mlx_lm.server does it.
 BATCH = """
     import gc, json, sys
     import mlx.core as mx
@@ -41,14 +45,18 @@ BATCH = """
             for r in responses:
                 tokens.setdefault(r.uid, []).append(r.token)
                 if r.finish_reason is not None:
-                    entries.insert_cache("model", r.all_tokens[:], r.prompt_cache, cache_type="assistant")
+                    entries.insert_cache(
+                        "model", r.all_tokens[:], r.prompt_cache, cache_type="assistant"
+                    )
                     running.remove(r.uid)
         generator.close()
 
-    def serve_alone():  # as a request with a seed is
+    # As a request with a seed is served.
+    def serve_alone():
         cache = make_prompt_cache(model)
         prompt = [(11 * i) % 250 for i in range(500)]
-        said = [r.token for r in stream_generate(model, tokenizer, prompt, max_tokens=20, prompt_cache=cache)]
+        answer = stream_generate(model, tokenizer, prompt, max_tokens=20, prompt_cache=cache)
+        said = [r.token for r in answer]
         entries.insert_cache("model", prompt + said, cache)
 
     serve()
@@ -68,9 +76,12 @@ BATCH = """
 
 def run(line, model, **environ):
     child = subprocess.run(
-        [python_of(line), "-c", textwrap.dedent(BATCH), str(model)], capture_output=True, text=True, check=False,
+        [python_of(line), "-c", textwrap.dedent(BATCH), str(model)],
+        capture_output=True,
+        text=True,
+        check=False,
         env=clean_environ(**({"PYTHONPATH": str(REPO)} | environ)),
-    )  # fmt: skip
+    )
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout.splitlines()[-1])
 

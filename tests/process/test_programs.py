@@ -1,4 +1,7 @@
-"""Programs that use the stock server in ways of their own. Each was once killed, or left unguarded, by the shim."""
+"""Programs that use the stock server in ways of their own.
+
+The shim once killed each, or left it unguarded.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ OWN_LOOP = """
     import mlx_lm.server as server
     stock = vars(server.ResponseGenerator)["_generate"].__wrapped__
     class Own(server.ResponseGenerator):
-        def _generate(self):  # the guard's wrapper is on the class above
+        # The guard's wrapper is on the class above.
+        def _generate(self):
             stock(self)
     server.ResponseGenerator = Own
     server.main()
@@ -86,9 +90,13 @@ TWO = """
     import time
     import mlx_lm.server as server
     class Args:
-        model = None; adapter_path = None; draft_model = None; trust_remote_code = False; chat_template = ""
-        pipeline = False; use_default_chat_template = False; prompt_cache_bytes = None; kv_bits = None
-    old, new = (server.ResponseGenerator(server.ModelProvider(Args()), server.LRUPromptCache(10)) for _ in range(2))
+        model = None; adapter_path = None; draft_model = None; trust_remote_code = False
+        chat_template = ""; pipeline = False; use_default_chat_template = False
+        prompt_cache_bytes = None; kv_bits = None
+    old, new = (
+        server.ResponseGenerator(server.ModelProvider(Args()), server.LRUPromptCache(10))
+        for _ in range(2)
+    )
     time.sleep(0.5)
     old.stop_and_join()
     time.sleep(0.5)
@@ -106,7 +114,7 @@ def test_one_of_two_generators_may_stop(line, tmp_path):
 
 
 def test_an_mlx_lm_without_metadata(tiny, tmp_path):
-    """Run from a source checkout: nobody knows its version, and it serves."""
+    """Run from a source checkout, which has no version: it serves."""
     (site,) = (VENVS / NEWEST).glob("lib/python3*/site-packages")
     folder = tmp_path / "site"
     folder.mkdir()
@@ -148,7 +156,10 @@ def test_an_mlx_lm_of_byte_code_only(tiny, tmp_path):
     ids=["slots", "a class"],
 )
 def test_loaders_that_cannot_be_written_to(loader, tmp_path):
-    methods = "    {0}def create_module({1}, spec): return None\n    {0}def exec_module({1}, module): {1}.s.exec_module(module)\n"
+    methods = (
+        "    {0}def create_module({1}, spec): return None\n"
+        "    {0}def exec_module({1}, module): {1}.s.exec_module(module)\n"
+    )
     decorated = methods.format("@classmethod\n    " if "__new__" in loader else "", "self")
     code = textwrap.dedent("""
         import sys, importlib.machinery as m
@@ -168,9 +179,12 @@ def test_loaders_that_cannot_be_written_to(loader, tmp_path):
         print("imported", any(k.endswith("shim.boot") for k in sys.modules))
     """)
     child = subprocess.run(
-        [python_of(NEWEST), "-c", f"TEXT = {loader + decorated!r}\n{code}"], capture_output=True, check=False,
-        cwd=tmp_path, env=clean_environ(PYTHONPATH=str(REPO)),
-    )  # fmt: skip
+        [python_of(NEWEST), "-c", f"TEXT = {loader + decorated!r}\n{code}"],
+        capture_output=True,
+        check=False,
+        cwd=tmp_path,
+        env=clean_environ(PYTHONPATH=str(REPO)),
+    )
     assert (child.stdout, child.stderr, child.returncode) == (b"imported True\n", b"", 0)
 
 
@@ -194,12 +208,16 @@ def test_a_host_that_cannot_be_bound_is_71(tiny, tmp_path, host):
 
 
 BUSY = {
-    "a sys.excepthook that hangs": "import sys, time\nsys.excepthook = lambda *args: time.sleep(10**6)",
+    "a sys.excepthook that hangs": (
+        "import sys, time\nsys.excepthook = lambda *args: time.sleep(10**6)"
+    ),
     "an executor that never ends": (
-        "import time\nfrom concurrent.futures import ThreadPoolExecutor\nThreadPoolExecutor().submit(time.sleep, 10**6)"
+        "import time\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "ThreadPoolExecutor().submit(time.sleep, 10**6)"
     ),
     "main in a thread": (
-        "import threading, time\nfrom mlx_lm.server import main\nthreading.Thread(target=main).start()\ntime.sleep(10**6)"
+        "import threading, time\nfrom mlx_lm.server import main\n"
+        "threading.Thread(target=main).start()\ntime.sleep(10**6)"
     ),
 }
 
@@ -262,11 +280,14 @@ logits = server.LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20)
 for n in range(2):
     generator = server.ResponseGenerator(providers[0], server.LRUPromptCache(10))
     request = server.CompletionRequest("text", f"server {n}", [], None, None)
-    arguments = server.GenerationArguments(description, sampling, logits, [], 4, 3, False, -1, None, None)
+    arguments = server.GenerationArguments(
+        description, sampling, logits, [], 4, 3, False, -1, None, None
+    )
     _, responses = generator.generate(request, arguments)
     print("tokens", len(list(responses)), flush=True)
     generator.stop_and_join()
-os._exit(0)  # mlx's own teardown may abort
+# mlx's own teardown may abort.
+os._exit(0)
 """
 
 
@@ -274,8 +295,12 @@ def test_a_program_that_stops_a_server_may_start_another(line, tiny, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(TWO_SERVERS)
     ran = subprocess.run(
-        [python_of(line), str(program), "--model", str(tiny)], env=clean_environ(PYTHONPATH=str(REPO)), timeout=120,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [python_of(line), str(program), "--model", str(tiny)],
+        env=clean_environ(PYTHONPATH=str(REPO)),
+        timeout=120,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.stdout.split() == ["tokens", "4"] * 2, ran.stderr
     assert ran.returncode == 0, ran.stderr

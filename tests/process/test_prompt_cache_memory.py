@@ -1,6 +1,7 @@
-"""What the prompt cache holds stays within --prompt-cache-bytes, and a model that goes leaves nothing; in stock not (control).
+"""The prompt cache stays within --prompt-cache-bytes, and a model that goes leaves nothing.
 
-One server for both: requests served alone, a batch that grows, six at once, one larger than the limit, three models.
+In stock neither is so (control). One server for both: requests served alone, a batch that grows,
+six at once, one larger than the limit, three models.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from kit.models.big_model import STEP, big_kv_model, bytes_per_token, weight_byt
 from kit.streams import Stream
 
 HEAD_DIM = 4096
-TOKEN = bytes_per_token(HEAD_DIM)  # 32 KiB
-LIMIT = 20_000_000  # two of those served alone, three of the others
+# 32 KiB.
+TOKEN = bytes_per_token(HEAD_DIM)
+# Bytes: room for two of those served alone, or three of the others.
+LIMIT = 20_000_000
 FEED_FORWARD = 50_000
-WEIGHTS = weight_bytes(FEED_FORWARD)  # 38 MB
-SMALL = 2_000_000  # what else a server of the smallest model holds, its weights not counted
+# 38 MB.
+WEIGHTS = weight_bytes(FEED_FORWARD)
+# Bytes that a server of the smallest model holds besides its weights.
+SMALL = 2_000_000
 OFF = {
     f"MLX_SHIM_{name}": "0"
     for name in ("OVERFULL_PROMPT_CACHE", "LEFTOVER_CACHE", "UNRETURNED_WEIGHTS")
@@ -47,7 +52,7 @@ class Metered(Server):
         return [json.loads(x) for x in lines][self.seen :]
 
     def since(self, inserted):
-        """What was said since the last call, once so many entries have been inserted and the loop is idle."""
+        """Figures since the last call, once enough entries are inserted and the loop is idle."""
 
         def settled():
             figures = self.figures()
@@ -66,15 +71,14 @@ class Metered(Server):
 
 
 def drive(server, folder):
-    """{phase: what was said in it}, and how much of an early prompt was found in the cache at the end of them."""
+    """{phase: its figures}, and how much of an early prompt the cache had at their end."""
     phases = {"boot": server.ready().since(1)}
     for n in range(4):
         server.ask(f"{n}: alone", seed=1)
     phases["alone"] = server.since(4)
     Stream(server, {"prompt": "it grows" + "." * STEP, "max_tokens": STEP + 20}).join()
-    phases["growing"] = server.since(
-        2
-    )  # in a batch its prompt is an entry as well, until it is done
+    # In a batch its prompt is an entry as well, until it is done.
+    phases["growing"] = server.since(2)
     streams = [
         Stream(server, {"prompt": f"{n}: at once" + "x" * 200, "max_tokens": 20}) for n in range(6)
     ]
@@ -82,14 +86,16 @@ def drive(server, folder):
     phases["at once"] = server.since(12)
     messages = [{"role": "system", "content": "brief " * 20}, {"role": "user", "content": "hello"}]
     server.ask(None, "/v1/chat/completions", messages=messages)
-    phases["chat"] = server.since(3)  # and its system prompt
+    # Its system prompt is an entry as well.
+    phases["chat"] = server.since(3)
     before = server.ask("small " * 20)
     phases["small"] = server.since(2)
     server.ask("large " * 120, seed=1)
     assert TOKEN * 6 * 120 > LIMIT
     phases["large"] = server.since(1)
     again = server.ask("small " * 20)
-    phases["again"] = server.since(1)  # all but its last token was there
+    # All but its last token was there.
+    phases["again"] = server.since(1)
     assert before["choices"][0]["text"] == again["choices"][0]["text"]
     for name in ("second", "third"):
         model = big_kv_model(folder / name, head_dim=HEAD_DIM, feed_forward=FEED_FORWARD)
@@ -168,7 +174,7 @@ def test_control_stock_exceeds_and_keeps(line, first, tmp_path):
 
 
 def expect(fault, otherwise):
-    """The negative control: stock's fault is there to be seen."""
+    """The negative control: stock shows its fault."""
     if not fault:
         raise Inconclusive(otherwise)
 
@@ -180,5 +186,6 @@ def report(line, phases):
         loads = [f"{f['memory'] / 1e6:.1f} + {f['pool'] / 1e6:.1f}" for f in of(figures, "load")]
         end = f"{figures[-1]['counted'] / 1e6:.1f}, MLX {figures[-1]['memory'] / 1e6:.1f}"
         print(
-            f"{line} {name}: counted {counted:.1f}, with the batch {both:.1f}; at its end {end}; at a load {loads}"
+            f"{line} {name}: counted {counted:.1f}, with the batch {both:.1f}; "
+            f"at its end {end}; at a load {loads}"
         )

@@ -1,4 +1,4 @@
-"""A socket that a supervisor holds: who connects while no server lives waits, and the next one answers."""
+"""A supervisor holds the socket: clients that connect while no server lives wait for the next."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ os.environ.update(LISTEN_FDS="1", LISTEN_PID=str(os.getpid()))
 os.execv(sys.argv[2], sys.argv[2:])
 """
 DEADLY = {"MLX_SHIM_BAD_REQUEST": "0", "MLX_SHIM_KILLER_REQUEST": "0"}
-WAITING = 100  # connections, twice: more than the supervisor of these tests and stock have asked the kernel for
+# Connections, twice: more than the supervisor of these tests and stock have asked the kernel for.
+WAITING = 100
 READY = {"prompt": "x", "max_tokens": 2}
 
 
@@ -52,12 +53,12 @@ def test_who_connects_while_it_is_down_is_answered_by_the_next(line, tiny, tmp_p
     with serving_on(held, line, tiny, tmp_path / "first", port=port) as first:
         first.ready()
         os.kill(first.pid, signal.SIGSTOP)
-        queued = [
-            first.send_and_leave(READY) for _ in range(WAITING)
-        ]  # nobody has taken them out of the queue
+        # No process has taken these out of the queue.
+        queued = [first.send_and_leave(READY) for _ in range(WAITING)]
         os.kill(first.pid, signal.SIGKILL)
         first.wait_exit()
-        queued += [first.send_and_leave(READY) for _ in range(WAITING)]  # nobody lives
+        # No server lives.
+        queued += [first.send_and_leave(READY) for _ in range(WAITING)]
         environ = {"MLX_SHIM_EXIT_GRACE": "10s"}
         with serving_on(
             held, line, tiny, tmp_path / "second", port=port, environ=environ
@@ -116,7 +117,8 @@ def test_who_has_been_let_in_is_answered_and_nobody_else_is_let_in(tiny, tmp_pat
         early.close()
         assert server.wait_exit(30) == 70
         held.settimeout(5)
-        taken, address = held.accept()  # as the next process would
+        # As the next process would.
+        taken, address = held.accept()
         assert address == late.getsockname()
         with contextlib.closing(taken):
             assert taken.recv(100).startswith(b"POST ")
@@ -126,7 +128,8 @@ PATIENT = """
 import sys, threading
 from mlx_lm.server import main
 fatal = next(module for name, module in sys.modules.items() if name.endswith("shim.engine.fatal"))
-fatal.ACCEPTED_GRACE = 20.0  # the test may be slow to ask
+# The test may be slow to ask.
+fatal.ACCEPTED_GRACE = 20.0
 def tell():
     while not fatal.begun(1):
         pass
@@ -140,7 +143,10 @@ main()
 @pytest.mark.control("abrupt_stop")
 @pytest.mark.parametrize("drains", ["1", "0"])
 def test_who_was_let_in_as_an_orderly_end_began_is_told(drains, tiny, tmp_path, held):
-    """Connections that had not asked yet. No successor can answer them; without a handler of SIGTERM they are cut."""
+    """Connections that had not asked yet. No successor can answer them.
+
+    Without a handler of SIGTERM they are cut.
+    """
     program = tmp_path / "program.py"
     program.write_text(PATIENT)
     port = held.getsockname()[1]
@@ -148,7 +154,8 @@ def test_who_was_let_in_as_an_orderly_end_began_is_told(drains, tiny, tmp_path, 
     with serving_on(held, NEWEST, tiny, tmp_path / "log", **options) as server:
         early = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(2)]
         server.sockets += early
-        server.ready()  # it came after them: they have been let in
+        # This request came after them: they have been let in.
+        server.ready()
         server.process.send_signal(signal.SIGTERM)
         if drains == "0":
             server.wait_exit(30)
@@ -162,7 +169,8 @@ def test_who_was_let_in_as_an_orderly_end_began_is_told(drains, tiny, tmp_path, 
             answer = answer_of(connection)
             assert (answer.status, answer.body["error"]["code"]) == (503, "draining")
             assert answer.headers["Retry-After"] == "1"
-            connection.close()  # else it would be waited for
+            # Else the server would wait for it.
+            connection.close()
         assert server.wait_exit(10) == 0, "it does not wait for longer than anybody is there"
 
 

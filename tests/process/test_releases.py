@@ -1,4 +1,7 @@
-"""The scenarios of tests/bench/releases.py on the two lines, each beside its control; the bench runs all on all releases."""
+"""The scenarios of tests/bench/releases.py on the two lines, each with its control.
+
+The bench runs all of them on all releases.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request cannot have the server contact its own machine; in stock one line does (the negative control)."""
+"""A request cannot make the server contact its own machine; in stock one line (the control) can."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from shim.cli import tiny_model
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for p in m['content'] %}{{ p['text'] if p['type'] == 'text' else '<|patch|>' }}{% endfor %}{% endif %}\n"
+    "{% for m in messages %}{{ m['role'] }}: "
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{{ p['text'] if p['type'] == 'text' else '<|patch|>' }}{% endfor %}"
+    "{% endif %}\n"
     "{% endfor %}assistant: "
 )
 
@@ -89,10 +91,15 @@ def test_nothing_inside_is_contacted(tiny, sees, tmp_path):
         server.ready()
         # The loaded model takes text only.
         for body in (
-            image(inside.url()), image(inside.url(), model=str(tiny)), image("data:image/png;base64,AAAA"),
-            parts({"type": "input_image", "image_url": inside.url()}), parts({"type": "image", "image": inside.url()}),
-            image(inside.url(), stream=True), image("HTTP" + inside.url()[4:]), image("http://no.such.host.test/"),
-        ):  # fmt: skip
+            image(inside.url()),
+            image(inside.url(), model=str(tiny)),
+            image("data:image/png;base64,AAAA"),
+            parts({"type": "input_image", "image_url": inside.url()}),
+            parts({"type": "image", "image": inside.url()}),
+            image(inside.url(), stream=True),
+            image("HTTP" + inside.url()[4:]),
+            image("http://no.such.host.test/"),
+        ):
             refused(server.post(body, CHAT), "this model takes text only")
         refused(
             server.post(image(inside.url(), model="some/where"), CHAT),
@@ -135,11 +142,17 @@ def test_nothing_inside_is_contacted(tiny, sees, tmp_path):
                 "not at a public address",
             )
         for url, words in {
-            "HTTP" + inside.url()[4:]: "begins with none", "ftp://127.0.0.1/": "begins with none", "": "begins with none",
-            "http://u:p@127.0.0.1/": "user name", "http://127.0.0.1:0/": "port", "http://127.0.0.1:99999/": "port",
-            "http://127.0.0.1/" + "x" * 10**6: "characters", "http://a/\n": "control", "http://[": "not a URL",
+            "HTTP" + inside.url()[4:]: "begins with none",
+            "ftp://127.0.0.1/": "begins with none",
+            "": "begins with none",
+            "http://u:p@127.0.0.1/": "user name",
+            "http://127.0.0.1:0/": "port",
+            "http://127.0.0.1:99999/": "port",
+            "http://127.0.0.1/" + "x" * 10**6: "characters",
+            "http://a/\n": "control",
+            "http://[": "not a URL",
             "http://\ud800/": "half a surrogate pair",
-        }.items():  # fmt: skip
+        }.items():
             refused(server.post(image(url, model=str(sees)), CHAT), words)
         for url in (5, True, ["http://127.0.0.1/"], {"a": 1}):
             refused(
@@ -165,7 +178,7 @@ def test_nothing_inside_is_contacted(tiny, sees, tmp_path):
         )
         small = {"type": "image", "image": "data:image/png;base64,AQIDBA=="}
         refused(server.post(parts(*[small] * 33, model=str(sees)), CHAT), "33 images", "at most 32")
-        # And an image in the request itself is none of our business.
+        # An image in the request itself does not concern the guard.
         assert said(server.post(image("data:image/png;base64,AQIDBA==", model=str(sees)), CHAT))
         assert inside.connections == 0
         assert said(

@@ -1,4 +1,4 @@
-"""The limits of a request: tokens, context, cache, body, requests in flight, and time to send it."""
+"""The limits of a request: tokens, context, cache, body, number in flight, time to send it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Model(llama.Model):
 @pytest.mark.guard("unlimited_tokens")
 @pytest.mark.parametrize("alone", [{}, {"seed": 1}], ids=["batch", "alone"])
 def test_a_rotating_cache(line, alone, tmp_path):
-    """With a window of 64 tokens the model sees something else in a long text, and the same in a short one."""
+    """With a window of 64 tokens the answer to a long text changes, and to a short one does not."""
     model = tiny_model.make(tmp_path / "model", model_file="model.py")
     (model / "model.py").write_text(NO_CACHES_OF_ITS_OWN)
     said = {}

@@ -1,4 +1,4 @@
-"""Each way a server ends, under the real runsv with the recipe in the docs: it comes back, or it does not."""
+"""Each way a server ends, under the real runsv with the recipe in the docs: does it come back?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from kit.harness import NEWEST, REPO, Kept, free_port, need, python_of, wait_unt
 from kit.headline import RAISES, STALLS, recipe
 from kit.streams import Stream
 
-FOREVER = 100_000  # tokens
+# Tokens.
+FOREVER = 100_000
 
 
 class Runit(Kept):
@@ -44,7 +45,7 @@ class Runit(Kept):
         return self.sv("status")[1].startswith("down: ")
 
     def ended(self, count, status):
-        """Wait until so many runs have ended with this status, as the log has it, and it is back."""
+        """Wait until the log has so many runs that ended with this status, and it is back."""
         assert wait_until(lambda: self.text().count(f"; exit {status}\n") == count, 60), (
             self.text()[-3000:]
         )
@@ -60,9 +61,11 @@ class Runit(Kept):
 def script(port, model, environ):
     text = recipe("#!/bin/sh", "other-supervisors.md")
     for name, here in {
-        "/path/to/mlx-lm-shim": str(REPO), "/path/to/venv/bin/python": python_of(NEWEST), "8080": str(port),
+        "/path/to/mlx-lm-shim": str(REPO),
+        "/path/to/venv/bin/python": python_of(NEWEST),
+        "8080": str(port),
         "/path/to/model": f"{model.path} {' '.join(model.args)}",
-    }.items():  # fmt: skip
+    }.items():
         assert text.count(name) == 1
         text = text.replace(name, here)
     exports = "".join(f"export {name}={value}\n" for name, value in environ.items())
@@ -83,9 +86,8 @@ def test_whatever_its_status_it_comes_back_until_it_is_told_to_stay_down(faulty,
     with Runit(tmp_path, model, **limits) as server:
         server.ready()
         for n in range(8):
-            with contextlib.suppress(
-                OSError, http.client.HTTPException
-            ):  # it may have had enough, and be away
+            # The server may have reached its limit, and be away.
+            with contextlib.suppress(OSError, http.client.HTTPException):
                 server.post({"prompt": f"{n} until it has had enough", "max_tokens": 1})
         server.ended(1, 75)
 

@@ -1,4 +1,4 @@
-"""A fault of one request ends that request; in stock it ends the generation of all (the negative control)."""
+"""A fault of one request ends that request; in stock (the control) it ends all generation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from kit.streams import Stream
 from shim.cli import tiny_model
 
 OFF = {"MLX_SHIM_SHARED_FAULT": "0"}
-LONG = 500  # tokens: sequences of others stay shorter
-PADDED = {"300": 100}  # no token of the tokenizer has this id
+# Tokens. Sequences of others stay shorter.
+LONG = 500
+# No token of the tokenizer has this id.
+PADDED = {"300": 100}
 DETOKENIZER = "the generation failed in the detokenizer: IndexError: list index out of range"
 
 
@@ -68,7 +70,7 @@ def others(server, name):
 
 
 def beside(server, expected, name, victim):
-    """What `victim()` gives while others are served, who get what they got without it."""
+    """The result of `victim()` while others are served, whose answers do not change by it."""
     running = others(server, "beside the fault")
     assert all(stream.first.wait(30) for stream in running)
     given = victim()
@@ -143,7 +145,7 @@ def test_the_fault_of_one_is_its_own(line, padded, tmp_path):
         status, answer = beside(server, expected, "nbytes", lambda: server.post(body))
         assert (status, answer["usage"]["completion_tokens"]) == (200, 20)
         assert server.post({**body, "seed": 1})[0] == 200
-        # After the prompt, at the end, and alone in the loop: each is said after the answer has gone out.
+        # After the prompt, at the end, and alone in the loop: each line comes after the answer.
         assert wait_until(
             lambda: server.text().count("is not kept: TypeError('nbytes failed')") == 3, 10
         )
@@ -169,7 +171,7 @@ def test_the_fault_of_one_is_its_own(line, padded, tmp_path):
 
 
 def dies_of_what_mlx_raises(server, padded):
-    """A RuntimeError in the same place is no request's own."""
+    """A RuntimeError in the same place does not belong to one request."""
     padded.fire("extract", "RuntimeError")
     server.send_and_leave({"prompt": "r" * LONG, "max_tokens": 5})
     assert server.wait_exit(30) == 70

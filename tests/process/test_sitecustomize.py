@@ -1,4 +1,7 @@
-"""Under our PYTHONPATH every other Python behaves byte for byte as without it, the shadowed sitecustomize included."""
+"""Under our PYTHONPATH every other Python behaves byte for byte as without it.
+
+That includes the sitecustomize that ours shadows.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +30,23 @@ PYTHONS = sorted(
 )
 REPORT = """
 import sys
-print(sorted(m for m in sys.modules if m.split(".")[0] in ("shim", "wrapt", "threading", "logging", "sitecustomize")))
+names = ("shim", "wrapt", "threading", "logging", "sitecustomize")
+print(sorted(m for m in sys.modules if m.split(".")[0] in names))
 print([p for p in sys.path if p not in OURS])
 print([type(f).__name__ for f in sys.meta_path if type(f).__name__ != "MlxLmShimFinder"])
 """
 
 
 def run(python, code, pythonpath, *flags, cwd, **environ):
-    """(stdout, stderr, status) of a child, with the folders of ours named in OURS so that REPORT can leave them out."""
+    """(stdout, stderr, status) of a child. OURS names our folders, for REPORT to leave out."""
     ours = [str(REPO), str(REPO) + "/", os.path.realpath(REPO), str(cwd / "link")]
     child = subprocess.run(
-        [python, *flags, "-c", f"OURS = {ours!r}\n{code}"], capture_output=True, check=False, cwd=cwd,
+        [python, *flags, "-c", f"OURS = {ours!r}\n{code}"],
+        capture_output=True,
+        check=False,
+        cwd=cwd,
         env=clean_environ(PYTHONPATH=pythonpath, **environ),
-    )  # fmt: skip
+    )
     return child.stdout, child.stderr, child.returncode
 
 
@@ -49,7 +56,8 @@ def test_every_python_is_as_without_us(python, flags, tmp_path):
     if "-I" in flags and "/2.7" in python:
         flags = ("-Es",)
     without, under = (run(python, REPORT, path, *flags, cwd=tmp_path) for path in (None, str(REPO)))
-    if "-v" in flags:  # its stderr lists every file that was looked at, ours too
+    # With -v stderr lists every file that was looked at, ours too.
+    if "-v" in flags:
         without, under = ((out, None, status) for out, _, status in (without, under))
     assert under == without
 
@@ -106,7 +114,10 @@ def test_every_spelling_of_pythonpath(spelling, kind, tmp_path):
 
 
 def without_frames(result):
-    """SystemExit and KeyboardInterrupt end the interpreter with a traceback, in which our import is one frame more."""
+    """SystemExit and KeyboardInterrupt end the interpreter with a traceback.
+
+    In it our import is one frame more.
+    """
     out, err, status = result
     return out, [line for line in err.splitlines() if not line.startswith(b"  ")], status
 
@@ -168,7 +179,10 @@ def test_the_kill_switch_leaves_nothing(value, tmp_path):
 
 
 def test_under_the_kill_switch_the_folder_is_not_on_sys_path(tmp_path):
-    code = "import sys\nprint(sys.path)\ntry:\n    import shim\nexcept ImportError as e:\n    print(e)\n"
+    code = (
+        "import sys\nprint(sys.path)\n"
+        "try:\n    import shim\nexcept ImportError as e:\n    print(e)\n"
+    )
     outputs = [
         run(python_of(NEWEST), code, p, cwd=tmp_path, MLX_SHIM="0") for p in (None, str(REPO))
     ]
@@ -180,7 +194,9 @@ def test_a_chainer_that_executes_the_file_itself_runs_once(python, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent(f"""
         print("CHAINER RAN")
-        exec(compile(open({str(REPO / "sitecustomize.py")!r}).read(), "x", "exec"), dict(__name__="sitecustomize", __file__={str(REPO / "sitecustomize.py")!r}))
+        path = {str(REPO / "sitecustomize.py")!r}
+        names = dict(__name__="sitecustomize", __file__=path)
+        exec(compile(open(path).read(), "x", "exec"), names)
     """)
     )
     out, err, status = run(python, "print('DONE')", f"{tmp_path}{os.pathsep}{REPO}", cwd=tmp_path)
@@ -189,9 +205,13 @@ def test_a_chainer_that_executes_the_file_itself_runs_once(python, tmp_path):
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_importing_it_again_with_odd_entries_on_sys_path(python, tmp_path):
-    code = "import sys\nsys.path.append(None)\ntry:\n    import sitecustomize\nexcept ImportError:\n    print('NONE')\n"
+    code = (
+        "import sys\nsys.path.append(None)\n"
+        "try:\n    import sitecustomize\nexcept ImportError:\n    print('NONE')\n"
+    )
     outputs = [run(python, code, p, cwd=tmp_path) for p in (None, str(REPO))]
-    if not python.startswith("/usr"):  # Debian has one
+    # Debian has a sitecustomize.
+    if not python.startswith("/usr"):
         assert outputs[0] == outputs[1]
         assert outputs[0][0] == b"NONE\n"
 

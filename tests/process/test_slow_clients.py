@@ -1,4 +1,4 @@
-"""Clients that trickle, fall silent or hang up while they send: cut, and nobody else notices."""
+"""Clients that trickle, fall silent or hang up while they send: cut, with no harm to others."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ import pytest
 from kit.harness import NEWEST, Inconclusive, Server, wait_until
 from kit.wire import head, read_all
 
-PATIENCE = 8.0  # seconds, of a client that sends too slowly
+# Seconds of patience of a client that sends too slowly.
+PATIENCE = 8.0
 
 
 def trickle(s, start, byte):
-    """Send `start`, and then a byte ten times a second until the server hangs up or answers; True when it did."""
+    """Send `start`, and then a byte ten times a second until the server hangs up or answers.
+
+    True when it did.
+    """
     deadline = time.monotonic() + PATIENCE
     with s:
         s.settimeout(0.1)
@@ -109,9 +113,9 @@ def test_three_hundred_slow_clients_go_and_others_are_served(tiny, tmp_path):
         for _ in range(300):
             slow.append(socket.create_connection(("127.0.0.1", server.port), timeout=30))
             slow[-1].sendall(b"POST /v1/completions HTTP/1.1\r\nX: ")
-            time.sleep(
-                0.003
-            )  # the stock server listens with a backlog of five: whoever overflows it waits for a second
+            # The stock server listens with a backlog of five. A client that overflows it waits for
+            # a second.
+            time.sleep(0.003)
         assert server.post({"prompt": "beside", "max_tokens": 2})[0] == 200
         assert server.get("/health")[0] == 200
         for s in slow:

@@ -1,4 +1,7 @@
-"""No request hangs: models that raise, block, hold the GIL or deliver to everybody but one; and what clients are told."""
+"""No request hangs: models that raise, block, hold the GIL, or deliver to all but one.
+
+And the answers that clients get.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from conftest import FaultyModel
 from kit.harness import Inconclusive, Server, expect_zombie, wait_until
 from kit.streams import Stream, error_of
 
-PATIENT = {"MLX_SHIM_EXIT_GRACE": "10s"}  # whoever is to be told is; it ends as soon as they are
+# Long enough to tell every client. The process ends as soon as that is done.
+PATIENT = {"MLX_SHIM_EXIT_GRACE": "10s"}
 SHORT = {"MLX_SHIM_DECODE_STALL": "4s", "MLX_SHIM_PREFILL_STALL": "6s", **PATIENT}
 
 
@@ -39,7 +43,8 @@ def test_a_death_with_streams_open_and_requests_queued(line, faulty, tmp_path):
         fired = time.monotonic()
         assert server.wait_exit(30) == 70
         print(
-            f"{line}: {time.monotonic() - fired:.2f} s from the fault to the exit, seven clients told"
+            f"{line}: {time.monotonic() - fired:.2f} s from the fault to the exit, "
+            "seven clients told"
         )
     for stream in started:
         stream.join()
@@ -101,7 +106,10 @@ def test_control_stock_cuts_streams_without_a_word_or_hangs(line, faulty, tmp_pa
 @pytest.mark.guard("stall")
 @pytest.mark.control("stall")
 def test_a_forward_that_sleeps_for_ever_is_a_stall(line, tmp_path):
-    """Blocked in native code at 0 % CPU. Beside one without the guard, the control, which is blocked for longer."""
+    """Blocked in native code at 0 % CPU.
+
+    The control, without the guard, stays blocked for longer.
+    """
     model, other = (FaultyModel(tmp_path / name, kind="sleep") for name in ("faulty", "other"))
     off = SHORT | {"MLX_SHIM_STALL": "0"}
     with (
@@ -117,7 +125,8 @@ def test_a_forward_that_sleeps_for_ever_is_a_stall(line, tmp_path):
         fired = time.monotonic()
         assert server.wait_exit(60) == 70
         print(
-            f"{line}: {time.monotonic() - fired:.1f} s from the block to the exit, with a limit of 4 s"
+            f"{line}: {time.monotonic() - fired:.1f} s from the block to the exit, "
+            "with a limit of 4 s"
         )
         assert error_of(stream.join())["code"] == "engine_stalled"
         assert "stalled: request" in fatal_line(server)
@@ -136,9 +145,8 @@ def test_a_prefill_that_never_ends_is_a_stall(line, faulty, tmp_path):
         model.fire()
         first = Stream(server, {"prompt": "x" * 50, "max_tokens": 5})
         time.sleep(1)
-        second = Stream(
-            server, {"prompt": "y", "seed": 1, "max_tokens": 5}
-        )  # waits for the batch to end
+        # It waits for the batch to end.
+        second = Stream(server, {"prompt": "y", "seed": 1, "max_tokens": 5})
         assert server.wait_exit(60) == 70
         for stream in (first, second):
             assert stream.join().status == 503, "no byte of a body has gone out: the status tells"
@@ -164,10 +172,8 @@ def test_a_wedged_engine_is_found_though_clients_give_up_sooner(line, faulty, tm
 @pytest.mark.guard("endless_wait")
 def test_sigint_leaves_nobody_without_a_word(line, faulty, tmp_path):
     model = faulty(kind="none", delay=0.05)
-    environ = {
-        "MLX_SHIM_ABRUPT_STOP": "0",
-        **PATIENT,
-    }  # an orderly stop of stock's own, as a program may ask for
+    # Stock's own orderly stop, as a program may ask for.
+    environ = {"MLX_SHIM_ABRUPT_STOP": "0", **PATIENT}
     with Server(line, model.path, tmp_path / "log", args=model.args, environ=environ) as server:
         stream = Stream(server.ready(), {"prompt": "x", "max_tokens": 100_000})
         assert stream.first.wait(30)
@@ -229,7 +235,8 @@ LIVELOCK = """
     stock = server.BatchGenerator.next
     dropped = []
     steps = 0
-    def next(self):  # a request that has had some tokens gets no other; everybody else is served
+    # One request that has had some tokens gets no more. All others are served.
+    def next(self):
         global steps
         prompts, tokens = stock(self)
         steps += bool(tokens)
@@ -245,7 +252,7 @@ LIVELOCK = """
 @pytest.mark.control("stall")
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_livelock_that_starves_one_request(line, faulty, tmp_path, guarded):
-    """The loop steps, prompts of others report progress and get their tokens, and one request gets nothing."""
+    """The loop steps, others report progress and get their tokens, and one request gets nothing."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(LIVELOCK))
     model = faulty(kind="none", delay=0.02)

@@ -1,4 +1,4 @@
-"""A real KeepAlive: supervisord restarts the server after a death, and the next request is answered."""
+"""A real KeepAlive: supervisord restarts a dead server, and the next request is answered."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ CONFIG = """
 
 
 class Supervised(Kept):
-    """The server as a supervisord's child: it may die and come back under another PID, on the same port."""
+    """The server as a supervisord's child.
+
+    It may die and come back under another PID, on the same port.
+    """
 
     def __init__(self, line, model, folder, *, switch="1"):
         self.sockets = []

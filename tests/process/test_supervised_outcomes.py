@@ -1,6 +1,7 @@
-"""Each way a server ends, under the real supervisord with the unit that users get: it comes back, or it does not.
+"""Each way a server ends, under the real supervisord with the unit that users get.
 
-A death by a request is in test_supervised.py, a stall in test_headline.py, all of it under runit in test_runit.py.
+It comes back, or it does not. A death by a request is in test_supervised.py, a stall in
+test_headline.py, and the same under runit in test_runit.py.
 """
 
 from __future__ import annotations
@@ -64,9 +65,8 @@ def test_recycle_and_drain(faulty, tmp_path):
     with Supervised(tmp_path / "supervised", model, MLX_SHIM_RECYCLE_REQUESTS="6") as server:
         server.ready()
         for n in range(8):
-            with contextlib.suppress(
-                OSError, http.client.HTTPException
-            ):  # it may have had enough, and be away
+            # The server may have reached its limit, and be away.
+            with contextlib.suppress(OSError, http.client.HTTPException):
                 server.post({"prompt": f"{n} until it has had enough", "max_tokens": 1})
         assert wait_until(lambda: "exit 75" in server.text(), 30)
         server.ready()
@@ -83,7 +83,7 @@ def test_recycle_and_drain(faulty, tmp_path):
 @pytest.mark.guard("crash_loop")
 @pytest.mark.parametrize("fault", ["boot", "kill"])
 def test_deaths_in_a_row_are_slowed_down(fault, faulty, tmp_path):
-    """A model that cannot be loaded (78), and SIGKILL: started again, and after the second the start waits."""
+    """A model that cannot be loaded (78), and SIGKILL: after the second end the start waits."""
     model = faulty(kind=RAISES)
     if fault == "boot":
         config = json.loads((model.path / "config.json").read_text())

@@ -1,4 +1,7 @@
-"""A prompt that cannot fit below MLX_SHIM_MEMORY_HARD is refused before it is started, once it is known what a token takes."""
+"""A prompt that cannot fit below MLX_SHIM_MEMORY_HARD is refused before it is started.
+
+For that the guard must know how much a token takes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from kit.models import big_model
 from kit.scales import MIB, Scales, text_of, warm
 from kit.streams import Stream
 
-ROOM = 40 * MIB  # 1,280 tokens of 32 KiB
+# 1,280 tokens of 32 KiB.
+ROOM = 40 * MIB
 TOO_LONG = {"prompt": "z" * 2000, "max_tokens": 1, "temperature": 0}
 FITS = {"prompt": "y" * 500, "max_tokens": 4, "temperature": 0}
 
@@ -23,16 +27,17 @@ def big(tmp_path_factory):
 
 
 def begun(server):
-    """The prompts of 2000 tokens and more of which the log tells the progress, each by its last."""
+    """The prompts of 2000 tokens and more that the log shows as done."""
     return re.findall(r"progress: (2\d{3})/\1$", server.text(), re.MULTILINE)
 
 
 def refusals(server):
-    """What is told to whom sends the prompt that is too long: to a batch, served alone, and in a chat."""
+    """The answers to the prompt that is too long: in a batch, served alone, and in a chat."""
+    # Each has a prompt of its own.
     chat = {
         "messages": [{"role": "user", "content": "u" * 2000}],
         "max_tokens": 1,
-    }  # each has a prompt of its own
+    }
     return {
         "batch": server.post(TOO_LONG),
         "alone": server.post(TOO_LONG | {"prompt": "v" * 2000, "seed": 1}),
@@ -51,11 +56,12 @@ def test_400_with_what_would_fit_and_503_beside_others(line, big, tmp_path):
         if {status for status, _ in answers.values()} != {200} or stock.most < base + ROOM:
             raise Inconclusive(f"stock answered {answers} and held {stock.most - base} more")
         assert len(begun(server)) == 3, "each is begun"
-    # Soft and what it does is another guard's.
+    # Soft and its effects belong to another guard.
     environ = {"MLX_SHIM_MEMORY_HARD": str(base + ROOM), "MLX_SHIM_EXHAUSTED_MEMORY": "0"}
     with Server(line, big, tmp_path / "log", environ=environ) as server:
         assert text_of(server.ready().post(FITS)) == alone, "nothing is known before the first"
-        time.sleep(0.5)  # what was answered just now is still being put into the prompt cache
+        # Stock is still putting the last answer into the prompt cache.
+        time.sleep(0.5)
         with Scales(server) as ours:
             answers = refusals(server)
             time.sleep(0.5)

@@ -23,7 +23,10 @@ from kit.harness import (
 from shim.units import supervisord
 from shim.units.plan import Unit
 
-SUPERVISORD = "[supervisord]\nnodaemon=true\nlogfile={folder}/supervisord.log\npidfile={folder}/supervisord.pid\n"
+SUPERVISORD = (
+    "[supervisord]\nnodaemon=true\n"
+    "logfile={folder}/supervisord.log\npidfile={folder}/supervisord.pid\n"
+)
 
 
 def supervise(folder, text):
@@ -36,10 +39,31 @@ def supervise(folder, text):
 def test_the_unit_for_supervisord(tiny, tmp_path):
     python, port, log = python_of("0.31.3"), free_port(), tmp_path / "log"
     made = subprocess.run(
-        [python, "-m", "shim", "supervisord", "--log", str(log), "--", python, "-m", "mlx_lm", "server", "--port", str(port),
-         "--model", str(tiny), "--chat-template-args", '{"a": "100% of $it; # no comment"}'],
-        cwd=REPO, env=clean_environ(), capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [
+            python,
+            "-m",
+            "shim",
+            "supervisord",
+            "--log",
+            str(log),
+            "--",
+            python,
+            "-m",
+            "mlx_lm",
+            "server",
+            "--port",
+            str(port),
+            "--model",
+            str(tiny),
+            "--chat-template-args",
+            '{"a": "100% of $it; # no comment"}',
+        ],
+        cwd=REPO,
+        env=clean_environ(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     with Kept("0.31.3", port, log, supervise(tmp_path, made.stdout)) as server:
         server.dies_and_comes_back()
 
@@ -59,17 +83,25 @@ with socket.socket(fileno=3) as listening:
 def test_the_socket_of_supervisord_outlives_the_server(tmp_path, holder):
     (tmp_path / "mortal.py").write_text(MORTAL)
     port = free_port()
-    # supervisord's SIGTERM is lost on a child that has not got to its exec; it is killed after 2 seconds then
+    # supervisord's SIGTERM has no effect on a child that has not reached its exec. That child is
+    # killed after 2 seconds.
     unit = Unit(
-        "mortal", (sys.executable, str(tmp_path / "mortal.py")), {"A": "a b"}, 2, port=port, socket=True,
+        "mortal",
+        (sys.executable, str(tmp_path / "mortal.py")),
+        {"A": "a b"},
+        2,
+        port=port,
+        socket=True,
         log=str(tmp_path / "log"),
-    )  # fmt: skip
+    )
     (text,) = supervisord.made(unit).files.values()
-    if not holder:  # the control
+    # The control.
+    if not holder:
         text = text.replace("numprocs=2", "numprocs=1\nnumprocs_start=1")
     with Kept(NEWEST, port, tmp_path / "out", supervise(tmp_path, text)):
         assert wait_until(lambda: answered(port), 30)
-        time.sleep(0.1)  # it is dead, or about to be; nobody is refused from here on
+        # It is dead, or about to be. From here on no client is refused.
+        time.sleep(0.1)
         pids = [answered(port) for _ in range(2)]
     if not holder:
         if all(pids):
@@ -80,7 +112,7 @@ def test_the_socket_of_supervisord_outlives_the_server(tmp_path, holder):
 
 
 def answered(port):
-    """The process that answered, or nothing where the connection was refused, or cut as the socket went."""
+    """The process that answered, or nothing where the connection was refused or cut."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
             return client.recv(100).decode()

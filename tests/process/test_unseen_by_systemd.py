@@ -1,4 +1,7 @@
-"""What systemd is told, on a real socket of a test: READY, STATUS, STOPPING, and WATCHDOG while deliveries are sound."""
+"""What the server tells systemd, on a real socket of a test.
+
+READY, STATUS, STOPPING, and WATCHDOG while deliveries are sound.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from kit.streams import Stream
 
 
 class Systemd:
-    """The socket that NOTIFY_SOCKET names, and what came in on it."""
+    """The socket that NOTIFY_SOCKET names, and the messages that came in on it."""
 
     def __init__(self, name):
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -1,4 +1,7 @@
-"""/health and /v1/models tell what is true. (Loading, stalled and dead are also in the tests of what brings them about.)"""
+"""/health and /v1/models tell the truth.
+
+Loading, stalled and dead are also in the tests of their causes.
+"""
 
 from __future__ import annotations
 

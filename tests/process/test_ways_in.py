@@ -1,4 +1,7 @@
-"""However the server is started it is guarded; other programs of mlx_lm stay silent; wrapt may be missing or wrong."""
+"""However the server is started it is guarded, also where wrapt is missing or wrong.
+
+Other programs of mlx_lm stay silent.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,10 @@ def test_other_uses_of_mlx_lm_are_silent(line, code):
 
 
 def test_looking_mlx_lm_up_loads_nothing(line):
-    code = "import importlib.util, sys; importlib.util.find_spec('mlx_lm'); print([m for m in sys.modules if m in ('shim', 'wrapt')])"
+    code = (
+        "import importlib.util, sys; importlib.util.find_spec('mlx_lm'); "
+        "print([m for m in sys.modules if m in ('shim', 'wrapt')])"
+    )
     child = subprocess.run(
         [python_of(line), "-c", code],
         capture_output=True,
@@ -230,7 +236,8 @@ def test_a_bug_of_ours_never_stops_the_server(tiny, tmp_path, break_it, says):
 
 DRIFT = """
 import sys
-class Drift:  # takes a name from mlx_lm.server as it is imported, as a future release may
+# Takes a name from mlx_lm.server as it is imported, as a future release may.
+class Drift:
     def find_spec(self, name, path=None, target=None):
         if name != "mlx_lm.server": return None
         from importlib.machinery import PathFinder
@@ -262,7 +269,10 @@ sys.meta_path.insert(0, Drift())
     ],
 )
 def test_strict_refuses_a_guard_that_does_not_fit(tiny, tmp_path, path, strict, said):
-    """Without STRICT the server runs, and says so; 1 refuses what is incompatible, 2 what is degraded as well."""
+    """Without STRICT the server runs, and says so.
+
+    1 refuses an incompatible guard, 2 a degraded one as well.
+    """
     owner, _, name = path.partition(".")
     (tmp_path / "sitecustomize.py").write_text(
         DRIFT.replace("CLASS", owner).replace("METHOD", name)
@@ -286,7 +296,10 @@ def test_bad_values_and_unknown_names(tiny, tmp_path):
     with Server(NEWEST, tiny, tmp_path / "log", environ=environ) as server:
         server.ready()
         bad = "MLX_SHIM_ON_DEATH='recover' is not valid; accepted: exit; using the default exit"
-        unknown = "MLX_SHIM_GENERATON_DEATH is not a setting of the shim; the nearest known name is MLX_SHIM_GENERATION_DEATH"
+        unknown = (
+            "MLX_SHIM_GENERATON_DEATH is not a setting of the shim; "
+            "the nearest known name is MLX_SHIM_GENERATION_DEATH"
+        )
         assert f"mlx-lm-shim: {bad}" in server.shim_lines()
         assert f"mlx-lm-shim: {unknown}" in server.shim_lines()
     with Server(

@@ -1,4 +1,4 @@
-"""What clients are told when something goes wrong, and that stock tells them less (the negative control)."""
+"""What clients are told when something goes wrong; stock (the control) tells them less."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from kit.harness import Inconclusive, Server
 from kit.streams import Stream
 
-# Without the guards that refuse most of it earlier.
+# Without the guards that refuse most such requests earlier.
 ALONE = {"MLX_SHIM_BAD_REQUEST": "0", "MLX_SHIM_DROPPED_MODEL": "0"}
 OFF = ALONE | {"MLX_SHIM_WRONG_STATUS": "0"}
 NO_ROLE = {"messages": [{"content": "no role"}]}
@@ -46,7 +46,10 @@ def test_control_stock_says_404_to_a_bad_request(line, tiny, tmp_path):
 @pytest.mark.control("wrong_status")
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_failure_in_the_middle(line, faulty, tmp_path, guarded):
-    """Alone in the loop an exception is that request's own: an SSE event or a 500, the traceback in the log."""
+    """Alone in the loop an exception belongs to that request.
+
+    It gets an SSE event or a 500, and the log the traceback.
+    """
     model = faulty(kind="RuntimeError", delay=0.05)
     with Server(
         line, model.path, tmp_path / "log", args=model.args, environ=ALONE if guarded else OFF
@@ -73,7 +76,7 @@ def test_a_failure_in_the_middle(line, faulty, tmp_path, guarded):
 
 @pytest.mark.guard("wrong_status")
 def test_what_stock_answers_well_is_left_alone(line, tiny, tmp_path):
-    """Byte for byte, dates and ids apart."""
+    """Byte for byte, except dates and ids."""
     bodies = [
         {"prompt": "x", "max_tokens": 3, "logprobs": True},
         {"prompt": "y", "max_tokens": 3, "stop": ["a"]},

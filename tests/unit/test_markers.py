@@ -1,4 +1,4 @@
-"""Every guard has a test that shows it and a negative control, as the marks in the tests say; and `--guard` finds them.
+"""Every guard has a test and a negative control, as the marks say, and `--guard` finds them.
 
 The marks are read from the syntax trees of the tests, so that nothing has to be collected.
 """
@@ -155,8 +155,13 @@ def test_a_mark_that_says_nothing_is_told_of(source, says):
 def run_pytest(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        cwd=REPO, env=clean_environ(), capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+        cwd=REPO,
+        env=clean_environ(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
 
 
 FILES = [
@@ -187,7 +192,7 @@ def test_pytest_tells_of_both_marks():
 
 
 def test_quick_has_a_test_and_a_control_of_each_guard_on_the_newest_line():
-    """But of those that only older releases need."""
+    """Except the guards that only older releases need."""
     collect = ["--collect-only", "-q", "--quick", "tests/process"]
     child = subprocess.run(
         [sys.executable, "-m", "pytest", *collect],

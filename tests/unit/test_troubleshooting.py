@@ -91,10 +91,19 @@ def found(tmp_path, monkeypatch, code):
 
 
 def test_messages_are_found_by_their_constant_parts(tmp_path, monkeypatch):
-    assert sorted(found(tmp_path, monkeypatch, CODE)) == sorted([
-        "… of … are gone", "one", "… two", "… failed: three", "four: …", "five: …", "six",
-        "seven …; …", "eight",
-    ])  # fmt: skip
+    assert sorted(found(tmp_path, monkeypatch, CODE)) == sorted(
+        [
+            "… of … are gone",
+            "one",
+            "… two",
+            "… failed: three",
+            "four: …",
+            "five: …",
+            "six",
+            "seven …; …",
+            "eight",
+        ]
+    )
 
 
 def test_a_message_that_cannot_be_seen_is_an_error_that_says_where(tmp_path, monkeypatch):
@@ -112,7 +121,7 @@ def test_a_reworded_message_keeps_its_row_and_its_names(tmp_path, monkeypatch):
 
 
 def test_each_function_that_prints_is_there():
-    """A renamed one would take its messages off the page in silence."""
+    """Renaming one would silently take its messages off the page."""
     modules = {"report": report, "fatal": fatal}
     named = [name.split(".") for name in messages.SINKS if name.split(".")[0] in modules]
     assert len(named) > 5

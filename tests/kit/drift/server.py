@@ -20,12 +20,13 @@ def package_of(line: str) -> Path:
 
 
 def lay_out(folder: Path, package: Path, changed: Sources) -> Path:
-    """Put a mlx_lm into `folder` in which those modules are as given, and all else is a link to the stock file."""
+    """Put an mlx_lm into `folder`: the changed modules as given, the rest as links to stock."""
     shutil.copy(HERE / "names.py", folder / "drift_names.py")
     for module, source in changed.items():
         path = file_of(folder, module) if "." in module else folder / module / "__init__.py"
         if (package.parent / path.relative_to(folder).with_suffix("") / "__init__.py").is_file():
-            path = path.with_suffix("") / "__init__.py"  # a package that is not laid out yet
+            # A package that is not laid out yet.
+            path = path.with_suffix("") / "__init__.py"
         for parent in reversed(path.relative_to(folder).parents[:-1]):
             (folder / parent).mkdir(exist_ok=True)
         path.write_text(source)
@@ -67,7 +68,7 @@ class Drifted(Server):
         super().__init__(line, model, log, args=args, environ=environ, bytecode=False)
 
     def ready(self) -> Drifted:
-        """Sooner given up than with other servers: it is up within a second, or it does not serve."""
+        """Give up sooner than with other servers: it is up within a second, or never."""
         assert wait_until(self._answers, READY), f"never answered; its log:\n{self.text()[-3000:]}"
         return self
 

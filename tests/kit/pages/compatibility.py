@@ -42,7 +42,8 @@ Made on {date} by
 
 with mlx-lm-shim {version}, in {minutes:.0f} minutes, on {system}. Do not edit it: run that again.
 Each release ran in its own environment, with the stock `mlx_lm.server` and a tiny model whose
-forward pass can be told to misbehave. [What is not verified](not-verified.md) on a Mac is not verified
+forward pass can be told to misbehave. [What is not verified](not-verified.md) on a Mac is not \
+verified
 here either.
 
 ## What was seen

@@ -1,8 +1,8 @@
 """docs/troubleshooting.md and the code: each line that the shim prints has a row.
 
 The lines are found in the syntax trees. A message is known by its constant parts: what the code
-fills in is a hole, "…" here. On the page a hole may have a name, <like this>, which does not matter
-to the comparison.
+fills in is a hole, "…" here. On the page a hole may have a name, <like this>, which does not
+matter to the comparison.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ def in_code() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in [REPO / "sitecustomize.py", *sorted((REPO / "shim").rglob("*.py"))]:
         for text in _messages(path):
-            if text != HOLE:  # the name of a signal, or what another call has made
+            # A hole alone is the name of a signal, or a text that another call has made.
+            if text != HOLE:
                 found.setdefault(text, set()).add(_module(path))
     return found
 
 
 def _messages(path: Path) -> Iterator[str]:
-    """Those in a file, and those that its callers give to its functions, within a guard's folder."""
+    """A file's messages, and those that callers in its guard's folder give to its functions."""
     here = _File(path)
     yield from here.messages()
     for function, position in here.passing:

@@ -1,4 +1,4 @@
-"""Makes the table of who wraps what of stock, and in which order.
+"""Makes the table of the wrappers of each function of stock, in their order.
 
 It asks a child in which every guard is at work.
 """

@@ -1,16 +1,17 @@
-"""A fork server: starts stock servers in a second less, because what is heavy and not mlx_lm's is imported once.
+"""A fork server: starts stock servers in a second less, since it imports heavy packages once.
 
 The interpreter of a line runs it. A line of stdin is a command in JSON:
 
-    {"id": ..., "file": ..., "environ": {...}, "args": [...], "cwd": ..., "log": ..., "bytecode": ...}
-        start `python FILE ARGS` as a child, or where "file" is null `python -m mlx_lm ARGS`; "bytecode" says whether it
-        may write .pyc files
+    {"id": ..., "file": ..., "environ": {...}, "args": [...], "cwd": ..., "log": ...,
+     "bytecode": ...}
+        start `python FILE ARGS` as a child, or where "file" is null `python -m mlx_lm ARGS`;
+        "bytecode" says whether it may write .pyc files
     {"kill": PID}
         end a child and its process group with SIGKILL
 
-A line of stdout is an answer: {"id": ..., "pid": ...}, and {"pid": ..., "status": ...} when a child has ended. The
-child goes on as Python does: it puts PYTHONPATH on sys.path, imports sitecustomize, then runs the module. At the end of
-stdin all children are ended.
+A line of stdout is an answer: {"id": ..., "pid": ...}, and {"pid": ..., "status": ...} when a
+child has ended. The child goes on as Python does: it puts PYTHONPATH on sys.path, imports
+sitecustomize, then runs the module. At the end of stdin all children are ended.
 """
 
 import builtins
@@ -25,11 +26,15 @@ import signal
 import sys
 import types
 
-LOOK = 0.05  # seconds between two looks for children that have ended
+# Seconds between two looks for children that have ended.
+LOOK = 0.05
 
 
 def warm():
-    """What mlx_lm imports of others: no thread is started, and MLX is left to the child, for Metal's sake."""
+    """Import the other packages that mlx_lm imports.
+
+    No thread is started. The child itself imports MLX, because of Metal.
+    """
     for name in (
         "huggingface_hub",
         "jinja2",
@@ -44,7 +49,8 @@ def warm():
         transformers.PreTrainedTokenizer,
         transformers.PreTrainedTokenizerFast,
     )
-    sys.modules.pop("sitecustomize", None)  # the child imports the one that its path has
+    # The child imports the one that its path has.
+    sys.modules.pop("sitecustomize", None)
     assert not any(name.split(".")[0] in ("mlx_lm", "shim", "wrapt") for name in sys.modules)
     gc.collect()
     gc.freeze()
@@ -55,7 +61,10 @@ def say(**answer):
 
 
 def serve():
-    """Fork at each command. Returns in the child, with the command; ends the process when stdin ends."""
+    """Fork at each command.
+
+    Returns in the child, with the command. Ends the process when stdin ends.
+    """
     children = set()
     rest = b""
     while True:
@@ -81,7 +90,8 @@ def end(children):
     for pid in children:
         try:
             os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has not made its group yet
+        # It has not made its group yet.
+        except ProcessLookupError:
             os.kill(pid, signal.SIGKILL)
 
 
@@ -93,7 +103,7 @@ def has_ended(pid):
 
 
 def become(command):
-    """What differs between this process and one that Python has just started."""
+    """Make this process like one that Python has just started."""
     os.setsid()
     log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -102,7 +112,8 @@ def become(command):
     os.close(log)
     os.close(nothing)
     os.chdir(command["cwd"])
-    for stream in (sys.stdout, sys.stderr):  # PYTHONUNBUFFERED
+    # PYTHONUNBUFFERED.
+    for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)
     os.environ.clear()
     os.environ.update(command["environ"])
@@ -128,7 +139,8 @@ def run(file):
     exec(compile(pathlib.Path(file).read_bytes(), file, "exec"), main.__dict__)
 
 
-del sys.path[0]  # the folder of this file
+# The folder of this file.
+del sys.path[0]
 warm()
 say(ready=True)
 started = serve()
