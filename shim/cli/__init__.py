@@ -11,7 +11,7 @@ from .. import __version__
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run a subcommand and exit with its status; 2 for a command line that it cannot read."""
-    from . import doctor, path, run, unit
+    from . import doctor, path, probe, run, unit
 
     parser = argparse.ArgumentParser(
         prog="python -m shim", description="Keeps mlx_lm.server alive and honest."
@@ -22,6 +22,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     told = commands.add_parser("doctor", help=doctor.HELP, allow_abbrev=False)
     told.add_argument("--model", help="a folder, or a Hugging Face repo that is in the local cache")
     commands.add_parser("path", help=path.HELP)
+    probe.add_to(commands)
     for kind in unit.KINDS:
         commands.add_parser(kind, help=unit.HELP.format(kind), add_help=False)
     given = sys.argv[1:] if arguments is None else arguments
@@ -31,4 +32,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if given and given[0] in unit.KINDS:
         sys.exit(unit.main(given[0], given[1:]))
     options = parser.parse_args(given)
+    if options.command == "probe":
+        sys.exit(probe.main(options))
     sys.exit(path.main() if options.command == "path" else doctor.main(options.model))

@@ -50,6 +50,8 @@ GUARDS = (
     "unaffordable_prompt",
     "unseen_by_systemd",
     "crash_loop",
+    "unproven_model",
+    "untried_engine",
     "short_backlog",
     "refused_while_down",
     # Wraps nothing: it begins when a server starts, before the first line is written.

@@ -259,6 +259,13 @@ class Settings:
         "how much of the log may wait to be written: lines that come while that much waits are "
         "lost, and counted; at least 64K; 0 means off",
     )
+    self_check: bool = _setting(
+        "1",
+        "switch",
+        parse_switch,
+        "before it says ok, a server with a --model answers one short chat of its own; if that "
+        "fails, it ends with 78 and a line that names the option; 0 means no self-check",
+    )
     guards_off: frozenset[str] = frozenset()
 
     def guard_is_on(self, name: str) -> bool:

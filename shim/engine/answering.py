@@ -29,7 +29,8 @@ def _handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
 
 def _answering(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     me = threading.get_ident()
-    engine.serving[me] = time.monotonic()
+    if engine.own is None:
+        engine.serving[me] = time.monotonic()
     engine.local.handler, engine.local.opened = instance, None
     try:
         return wrapped(*args, **kwargs)
@@ -84,7 +85,7 @@ def _do_post(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     finally:
         instance.wfile = stock
         engine.answers.pop(me, None)
-        if engine.local.status == 200:  # noqa: PLR2004
+        if engine.local.status == 200 and engine.own is None:  # noqa: PLR2004
             engine.served += 1
 
 

@@ -33,6 +33,7 @@ class Entry:
         "mark",
         "opened",
         "outcome",
+        "own",
         "parts",
         "phase",
         "processed",
@@ -72,6 +73,8 @@ class Entry:
         self.context: Any = None
         self.queue: Any = None
         self.stopped = False
+        # The OwnRequest, if the shim made this request itself: no client waits for it.
+        self.own: Any = None
         self.outcome: Outcome | None = None
 
     @property

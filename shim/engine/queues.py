@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -93,11 +94,20 @@ class RequestQueue(queue.Queue[Any]):
             parts = tuple(part for part in item if part is not responses)
             entry = self.engine.open(parts, local.get("handler"))
             ResponseQueue.adopt(responses, entry, self.engine)
+            if entry.own is not None:
+                entry.own.opened(entry)
             if entry.handler is not None:
                 local["opened"] = entry
         except Exception as error:
             # The request goes on without an entry.
             report.once(f"a request cannot be watched: {error!r}")
+
+    def _put(self, item: Any) -> None:
+        """Put a request of the shim's own in front of all others. `put` calls it."""
+        if self.engine.own is not None and isinstance(self.queue, deque):
+            self.queue.appendleft(item)
+        else:
+            super()._put(item)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         if not facts.has("turns"):

@@ -46,6 +46,9 @@ class Engine:
         self.generating: threading.Thread | None = None
         # Whether the default model, the one of --model, is being loaded.
         self.booting = False
+        # While the server proves itself: turns an error into the reason of the exit. /health says
+        # loading.
+        self.proving: Callable[[str], str] | None = None
         # Whether the generation thread takes requests: then the model of the boot is loaded.
         self.up = False
         # Since when, by time.monotonic.
@@ -176,7 +179,17 @@ class Engine:
             return "stalled"
         if self.start_wait is not None:
             return "breaker"
-        return "loading" if self.booting or self.loading else "ok"
+        return "loading" if self.is_starting or self.loading else "ok"
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the model of --model is being loaded, or the self-check is under way."""
+        return self.booting or self.proving is not None
+
+    @property
+    def own(self) -> Any:
+        """The OwnRequest that this thread answers; None if it answers a client."""
+        return self.local.__dict__.get("own")
 
     @property
     def stopping(self) -> bool:
@@ -243,7 +256,9 @@ class Engine:
         entry = Entry(next(self._numbers), parts, handler, self.clock)
         entry.opened = self.serving.get(threading.get_ident(), entry.opened)
         entry.mark, entry.step = self.deliveries, self.steps
-        self.counters["requests"] += 1
+        entry.own = self.own
+        if entry.own is None:
+            self.counters["requests"] += 1
         self.entries[entry.id] = entry
         return entry
 
@@ -251,11 +266,13 @@ class Engine:
         """Close an entry whose handler is done, and stop what is still generated for it."""
         if self.entries.pop(entry.id, None) is None:
             return
-        self.closed_tokens += entry.processed + entry.tokens
+        if entry.own is None:
+            self.closed_tokens += entry.processed + entry.tokens
         if entry.phase != FINISHED:
             self.abandoned[entry.id] = entry
         self.stop(entry)
-        self.counters[entry.outcome or "abandoned"] += 1
+        if entry.own is None:
+            self.counters[entry.outcome or "abandoned"] += 1
 
     def let_go(self, entry: Entry) -> None:
         """Note that the generation thread has nothing more to do with a request."""

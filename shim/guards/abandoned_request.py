@@ -47,7 +47,10 @@ def apply(server: Any) -> None:
 
 def _check(entry: Entry) -> None:
     try:
-        gone = entry.handler is not None and _is_gone(entry.handler.connection)
+        # A request of the shim's own has no client that could leave.
+        if entry.handler is None or entry.own is not None:
+            return
+        gone = _is_gone(entry.handler.connection)
     # No free descriptor for a kqueue: that must not fail a request.
     except OSError:
         return

@@ -61,7 +61,8 @@ def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def _refuse() -> None:
     """Before a request is handed to the engine."""
     _refuse_if_over()
-    if settings.current.while_loading == "reject" and (engine.loading or engine.booting):
+    loading = engine.loading or engine.is_starting
+    if settings.current.while_loading == "reject" and loading and engine.own is None:
         raise errors.model_loading()
 
 

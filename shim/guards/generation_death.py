@@ -161,7 +161,9 @@ def _die(error: BaseException | None, show: Any = None) -> NoReturn:
         why = f"rank {engine.rank} has no other rank left to work with: {what}"
         fatal.exit_orderly(fatal.STOPPED, why)
     status, reason = fatal.EX_SOFTWARE, f"the generation thread died: {what}"
-    if engine.booting or (not facts.has("boot") and facts.has("turns") and not engine.up):
+    if engine.proving is not None:
+        status, reason = fatal.EX_CONFIG, engine.proving(what)
+    elif engine.booting or (not facts.has("boot") and facts.has("turns") and not engine.up):
         status = fatal.EX_CONFIG
         reason = f"the model {engine.model_name} could not be loaded: {what}"
     if show is None and error is not None:

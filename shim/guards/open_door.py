@@ -19,6 +19,7 @@ from typing import Any
 
 from ..core import answers, errors, patch, settings
 from ..core.verdicts import Refused, require
+from ..engine.state import engine
 
 UPSTREAM = "mlx-lm 1687, 1695"
 MODULE = "mlx_lm.server"
@@ -100,7 +101,7 @@ class _Door:
         if not wrapped(*args, **kwargs):
             # Stock could not parse the request, and has answered it.
             return False
-        if _is_public(instance) or self._has_key(instance):
+        if engine.own is not None or _is_public(instance) or self._has_key(instance):
             return True
         answers.refuse(instance, errors.no_key(), LINGER_SECONDS)
         return False

@@ -203,6 +203,10 @@ def _stalled(who: str, why: str) -> None:
     frames = crash_report.stack(thread.ident if thread else None)
     where = " < ".join(reversed(frames[-3:])) or "unknown"
     verdict = f"stalled: {who}: {why}; the generation thread is in {where}"
+    # A stall in the self-check is a failed start.
+    if engine.proving is not None:
+        why = engine.proving(verdict)
+        fatal.die(fatal.EX_CONFIG, why, _dump, tell=errors.engine_stalled())
     if settings.current.on_stall == "dump":
         _stalled_at = engine.deliveries
         engine.stalled = verdict

@@ -11,6 +11,7 @@ from typing import Any
 from ..core import patch, settings
 from ..core.errors import ShimError
 from ..core.verdicts import require
+from ..engine.state import engine
 
 UPSTREAM = "no issue known; seen on 0.31.3 and 0.32.2"
 MODULE = "mlx_lm.server"
@@ -36,6 +37,8 @@ class _Places:
         self._free = threading.Semaphore(places)
 
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if engine.own is not None:
+            return wrapped(*args, **kwargs)
         if not self._free.acquire(blocking=False):
             raise ShimError(
                 429,

@@ -73,8 +73,13 @@ def status() -> str:
     if condition == "loading":
         return f"loading a model (--model {engine.model_name})"
     if condition == "ok":
-        return f"{'serving' if engine.up else 'starting'} (--model {engine.model_name})"
+        return f"{'serving' if _is_up() else 'starting'} (--model {engine.model_name})"
     return condition
+
+
+def _is_up() -> bool:
+    """Whether the model is loaded, and its self-check is over."""
+    return engine.up and engine.proving is None
 
 
 class _Told:
@@ -104,7 +109,7 @@ class _Told:
         if not self._asked:
             self._asked = True
             self._interval = sd_notify.watchdog_interval()
-        if not self._ready and engine.up and engine.listening and not engine.closing:
+        if not self._ready and _is_up() and engine.listening and not engine.closing:
             sd_notify.send(READY=1)
             self._ready = True
         if not self._stopping and engine.closing:
@@ -116,7 +121,7 @@ class _Told:
             self._status = said
         if not self._is_sound(now):
             return
-        if not engine.up and not self._stopping and now - self._extended >= EXTEND_AGAIN_SECONDS:
+        if not _is_up() and not self._stopping and now - self._extended >= EXTEND_AGAIN_SECONDS:
             sd_notify.send(EXTEND_TIMEOUT_USEC=int(EXTEND_SECONDS * 1e6))
             self._extended = now
         if self._interval is not None and now - self._alive >= self._interval - watchdog.POLL:
@@ -127,7 +132,7 @@ class _Told:
         is_ending = engine.final_error is not None or engine.generation_is_over
         if is_ending or engine.stalled is not None:
             return False
-        if (engine.up and not engine.loading) or engine.start_wait is not None:
+        if (_is_up() and not engine.loading) or engine.start_wait is not None:
             self._loading = None
             return True
         if self._loading is None:

@@ -49,6 +49,7 @@ ENVIRON = {
     "MLX_SHIM_KILLER_REQUEST": "0",
     "MLX_SHIM_DECODE_STALL": "1s",
     "MLX_SHIM_PREFILL_STALL": "3s",
+    "MLX_SHIM_SELF_CHECK": "1",
 }
 
 
@@ -121,7 +122,7 @@ class Supervised(Kept):
         with (folder / "out").open("ab") as out:
             self.process = subprocess.Popen(
                 command,
-                env=clean_environ(),
+                env=clean_environ(**ENVIRON),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

@@ -88,9 +88,14 @@ def test_a_death_on_one_rank_ends_the_job(line, faulty, tmp_path, rank):
         line,
         model,
         tmp_path / "log",
-        {"PYTHONPATH": str(REPO), "MLX_SHIM_REPORT_DIR": str(reports)},
+        {
+            "PYTHONPATH": str(REPO),
+            "MLX_SHIM_REPORT_DIR": str(reports),
+            "MLX_SHIM_SELF_CHECK": "1",
+        },
     ) as job:
         job.ready()
+        assert "POST /v1/chat/completions" not in job.text(), "several ranks prove nothing"
         model.fire()
         job.send_and_leave({"prompt": "x"})
         job.wait_exit(60)

@@ -169,7 +169,11 @@ def test_a_suspended_process(line, faulty, tmp_path):
 @pytest.mark.parametrize(("line", "seconds"), [(NEWEST, SOAK), (LINES[0], SOAK / 4)])
 def test_a_soak_leaves_nothing_behind(line, faulty, tmp_path, seconds):
     """Mixed streams, disconnects and bad requests: no alarm, and no thread or entry is left."""
-    environ = {"MLX_SHIM_DECODE_STALL": "20s", "MLX_SHIM_PREFILL_STALL": "20s"}
+    environ = {
+        "MLX_SHIM_DECODE_STALL": "20s",
+        "MLX_SHIM_PREFILL_STALL": "20s",
+        "MLX_SHIM_SELF_CHECK": "1",
+    }
     # The processor is not the subject.
     model = faulty(kind="none", delay=0.01)
     args = (*model.args, "--log-level", "ERROR")

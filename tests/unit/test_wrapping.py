@@ -65,6 +65,16 @@ ORDERS = {
         "observe",
         "crash_loop",
     ),
+    "the self-check begins when the start has waited": (
+        "ModelProvider.load_default",
+        "unproven_model",
+        "crash_loop",
+    ),
+    "the caches of an own request are taken before they are counted": (
+        "LRUPromptCache.insert_cache",
+        "own_request",
+        "unaffordable_prompt",
+    ),
     "a server class that is not stock's counts as a program's, which handles its sockets itself": (
         "mlx_lm.server._run_http_server",
         "refused_while_down",

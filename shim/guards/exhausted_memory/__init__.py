@@ -71,7 +71,7 @@ def apply(server: Any) -> None:
 
 
 def _handle_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    if engine.memory_error is not None:
+    if engine.memory_error is not None and engine.own is None:
         # Each request gets an error of its own. An error that is raised again and again keeps the
         # frames of every time, and the requests in them.
         raise memory_pressure()

@@ -47,6 +47,7 @@ def every_setting(folder: Path) -> dict[str, str]:
         "MLX_SHIM_MEMORY_HARD": "90%",
         "MLX_SHIM_STATE_DIR": str(folder),
         "MLX_SHIM_CRASH_LOOP": "1",
+        "MLX_SHIM_SELF_CHECK": "1",
         "NOTIFY_SOCKET": str(folder / "none"),
     }
 
