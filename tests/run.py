@@ -71,7 +71,7 @@ def main() -> int:
         subprocess.run([python, "-m", *check], cwd=REPO, env=environ, check=True)
     # More at a time than there are cores. Most of a test waits for a server, or for a fault that
     # must not appear.
-    arguments = ["-n", "4", "--dist", "loadgroup", "--durations=15", *given] if whole else given
+    arguments = ["-n", "6", "--dist", "loadgroup", "--durations=15", *given] if whole else given
     return subprocess.run(
         [python, "-m", "pytest", *arguments], cwd=REPO, env=environ, check=False
     ).returncode

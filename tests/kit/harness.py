@@ -42,7 +42,13 @@ ANSWER = 90.0
 KILLER = {"prompt": "x", "stop": [1]}
 # Every server of a test has this in its environment too. So no test waits because a server died in
 # another test, nor for a self-check that it does not show.
-always: dict[str, str] = {"MLX_SHIM_CRASH_LOOP": "0", "MLX_SHIM_SELF_CHECK": "0"}
+# A line of the log is there before the answer that it is about: with blocking_log it comes some
+# milliseconds later.
+always: dict[str, str] = {
+    "MLX_SHIM_CRASH_LOOP": "0",
+    "MLX_SHIM_SELF_CHECK": "0",
+    "MLX_SHIM_BLOCKING_LOG": "0",
+}
 
 
 class Inconclusive(Exception):

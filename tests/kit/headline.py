@@ -50,6 +50,7 @@ ENVIRON = {
     "MLX_SHIM_DECODE_STALL": "1s",
     "MLX_SHIM_PREFILL_STALL": "3s",
     "MLX_SHIM_SELF_CHECK": "1",
+    "MLX_SHIM_BLOCKING_LOG": "1",
 }
 
 

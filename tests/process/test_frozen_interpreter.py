@@ -101,7 +101,12 @@ def test_it_ends_where_stderr_is_not_read(tmp_path):
     model = FaultyModel(tmp_path / "faulty", kind="hold_gil")
     reader, writer = os.pipe()
     with Server(
-        NEWEST, model.path, tmp_path / "log", args=model.args, environ=DEADLINE, stderr=writer
+        NEWEST,
+        model.path,
+        tmp_path / "log",
+        args=model.args,
+        environ=DEADLINE | {"MLX_SHIM_BLOCKING_LOG": "1"},
+        stderr=writer,
     ) as server:
         server.ready()
         os.set_blocking(writer, False)

@@ -173,6 +173,7 @@ def test_a_soak_leaves_nothing_behind(line, faulty, tmp_path, seconds):
         "MLX_SHIM_DECODE_STALL": "20s",
         "MLX_SHIM_PREFILL_STALL": "20s",
         "MLX_SHIM_SELF_CHECK": "1",
+        "MLX_SHIM_BLOCKING_LOG": "1",
     }
     # The processor is not the subject.
     model = faulty(kind="none", delay=0.01)
