@@ -135,3 +135,19 @@ def drift_makes_sense(line, name):
     module = max((m for m in sources if name.startswith(f"{m}.")), key=len)
     path = name.removeprefix(f"{module}.")
     return any(mutate.mutate(sources, module, path, kind) is not None for kind in mutate.KINDS)
+
+
+_HELPER = re.compile(r"`(answers|errors|patch|report|verdicts|drain|facts|fatal|watchdog)\.(\w+)")
+
+
+def test_every_helper_that_adding_a_guard_names_is_there():
+    named = set(_HELPER.findall((REPO / "docs" / "adding-a-guard.md").read_text()))
+    assert len(named) > 10
+    modules = {name: importlib.import_module(f"shim.{room}.{name}") for name, room in ROOM.items()}
+    missing = [f"{module}.{name}" for module, name in named if not hasattr(modules[module], name)]
+    assert not missing, f"docs/adding-a-guard.md names {', '.join(missing)}, which is not there"
+
+
+ROOM = dict.fromkeys(("answers", "errors", "patch", "report", "verdicts"), "core") | dict.fromkeys(
+    ("drain", "facts", "fatal", "watchdog"), "engine"
+)
