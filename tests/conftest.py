@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--quick"):
         kept = selection.quick(kept)
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
-    items[:] = selection.spread_the_busy(kept)
+    items[:] = selection.order(kept)
 
 
 @pytest.fixture(params=LINES)

@@ -49,13 +49,18 @@ def quick(items: Iterable[Any]) -> list[Any]:
     return [item for item in items if not is_process(item) or item in chosen]
 
 
-def spread_the_busy(items: list[Any]) -> list[Any]:
-    """Mix the tests that always compute with those that mostly wait, to keep all cores busy."""
+def order(items: list[Any]) -> list[Any]:
+    """The slow tests first, so that no worker ends with one of them alone.
+
+    Tests that always compute are mixed among those that mostly wait, to keep all cores busy.
+    """
+    slow = [item for item in items if item.get_closest_marker("slow")]
     busy = [item for item in items if item.path.stem == "test_hybrid_families"]
-    others = [item for item in items if item not in busy]
+    first = {*slow, *busy}
+    others = [item for item in items if item not in first]
     # The tests that start servers come first.
     started = sum(map(is_process, others))
     step = max(1, started // (len(busy) + 1))
     for n, item in enumerate(busy):
         others.insert(n * (step + 1), item)
-    return others
+    return slow + others
